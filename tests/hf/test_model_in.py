@@ -18,9 +18,9 @@ from torch import nn
 
 from pipetrain import Pipeline
 from pipetrain.config.records import ModelConfig
+from pipetrain.models.hf.batch_check import shifted
 from pipetrain.models.hf.hf_size import hf_size_of
 from pipetrain.models.hf.hf_spec import spec_of_hf
-from pipetrain.models.hf.labels import shifted
 from pipetrain.models.loss import IGNORED
 from pipetrain.models.size import size_of
 from pipetrain.models.spec import make_spec, spec_of

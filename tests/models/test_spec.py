@@ -53,6 +53,7 @@ def test_a_range_of_layers_is_that_of_the_whole(config: ModelConfig) -> None:
         for last in range(first + 1, 5):
             assert_same(spec.build(first, last, seed=7), whole[first:last])
     assert torch.equal(torch.get_rng_state(), before), "the caller's random numbers are others now"
+    assert not torch.equal(whole[1].attention.query.weight, whole[2].attention.query.weight)
 
 
 def test_layers_that_there_are_not() -> None:
@@ -69,9 +70,11 @@ def test_names_begin_those_of_the_whole_model(config: ModelConfig) -> None:
     assert {name.split(".", 1)[0] for name in state} == set(map(str, range(spec.num_layers)))
 
 
+@pytest.mark.parametrize("mlp", [None, 40])
 @both_styles
-def test_operations_and_parameters_are_those_of_each_layer(config: ModelConfig) -> None:
+def test_operations_and_parameters_are_those_of_each_layer(config: ModelConfig, mlp: int | None) -> None:
     """Operations as torch counts them, op by op, in 3 samples of 12 tokens (it knows no kernel of attention on CPU: the math one is asked for)."""
+    config = dataclasses.replace(config, intermediate_size=mlp)
     size = size_of(config, vocabulary_size=VOCABULARY, sequence_length=12)
     assert (size.num_layers, size.kinds) == (4, ("embedding", "block", "block", "head"))
     value = torch.randint(VOCABULARY, (3, 12))

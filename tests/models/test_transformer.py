@@ -84,21 +84,6 @@ def test_the_order_of_tokens_matters(config: ModelConfig) -> None:
     assert not torch.allclose(model(ids)[:, -1], model(swapped)[:, -1])
 
 
-@both_styles
-def test_a_layer_is_built_from_the_generator_alone(config: ModelConfig) -> None:
-    """So a rank that builds one stage gets the weights that whoever builds all of them gets."""
-    factories = transformer_layers(config, VOCABULARY)
-    whole = []
-    for index, factory in enumerate(factories):
-        torch.manual_seed(index)
-        whole.append(factory())
-    torch.manual_seed(2)
-    alone = factories[2]()
-    for weight, expected in zip(alone.parameters(), whole[2].parameters(), strict=True):
-        assert torch.equal(weight, expected)
-    assert not torch.equal(whole[1].attention.query.weight, whole[2].attention.query.weight)
-
-
 def test_residual_projections_start_smaller_with_depth() -> None:
     shallow = Attention(ModelConfig(num_hidden_layers=1, hidden_size=128)).output.weight.std()
     deep = Attention(ModelConfig(num_hidden_layers=16, hidden_size=128)).output.weight.std()
@@ -180,21 +165,6 @@ def test_bfloat16_autocast_keeps_the_loss_near_and_in_float32() -> None:
 def test_the_embedding_names_a_sample_that_is_too_long() -> None:
     with pytest.raises(ValueError, match=r"has 25 tokens, more than model.max_position_embeddings=24"):
         build(LLAMA)(some_ids(sequence=25))
-
-
-@both_styles
-@pytest.mark.parametrize("mlp", [None, 40])
-def test_parameters_are_counted_without_building(config: ModelConfig, mlp: int | None) -> None:
-    sized = ModelConfig(
-        name=config.name, num_key_value_heads=config.num_key_value_heads, intermediate_size=mlp, **SMALL
-    )
-    layers = build(sized)
-    assert list(transformer_size(sized, VOCABULARY, 1).parameters_per_layer) == [
-        sum(weight.numel() for weight in layer.parameters()) for layer in layers
-    ]
-    assert sum(list(transformer_size(sized, VOCABULARY, 1).parameters_per_layer)) == sum(
-        weight.numel() for weight in layers.parameters()
-    )
 
 
 def test_mlp_sizes() -> None:

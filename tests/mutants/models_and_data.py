@@ -181,14 +181,14 @@ MUTANTS = (
     ),
     Mutant(
         "one kind of decoder layer speaks for all",
-        "pipetrain/models/hf/mixing.py",
+        "pipetrain/models/hf/batch_check.py",
         "    return modules, shapes, tuple(map(id, args))",
         "    return shapes, tuple(map(id, args))",
         ("tests/hf/test_masks.py", "-k", "deaf"),
     ),
     Mutant(
         "a layer that mixes documents is taken to keep them apart",
-        "pipetrain/models/hf/mixing.py",
+        "pipetrain/models/hf/batch_check.py",
         "        if not _keeps_apart(frame.run(number, tried, rows)):",
         "        if not _keeps_apart(frame.run(number, tried, rows.flip(0)[:1].expand(2, -1, -1))):",
         ("tests/hf/test_masks.py", "-k", "deaf or answer"),
@@ -202,14 +202,14 @@ MUTANTS = (
     ),
     Mutant(
         "positions may start again beside a mask",
-        "pipetrain/models/hf/labels.py",
+        "pipetrain/models/hf/batch_check.py",
         "            _check_no_restart(mask, positions)",
         "            pass",
         ("tests/hf/test_masks.py", "-k", "beside"),
     ),
     Mutant(
         "labels of one document teach the last token of another",
-        "pipetrain/models/hf/labels.py",
+        "pipetrain/models/hf/batch_check.py",
         "    if positions is not None:\n        targets",
         "    if False:\n        targets",
         ("tests/hf/test_model_in.py", "-k", "last_token"),

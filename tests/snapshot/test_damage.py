@@ -54,30 +54,20 @@ def test_every_byte_of_the_manifest_counts(snapshot: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_cut_is_found(snapshot: pathlib.Path, name: str) -> None:
+def test_another_length_is_found(snapshot: pathlib.Path, name: str) -> None:
     path = snapshot / name
     data = path.read_bytes()
     for length in [0, *places(path).values()]:
         path.write_bytes(data[:length])
         with pytest.raises(SnapshotDamaged, match=path.name):
             check_whole(snapshot)
-    path.write_bytes(data + b"\0")
-    with pytest.raises(SnapshotDamaged, match=path.name):
-        check_whole(snapshot)
-    path.unlink()
-    with pytest.raises(SnapshotDamaged, match=path.name):
-        check_whole(snapshot)
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_every_length_that_is_wrong_is_found(snapshot: pathlib.Path, name: str) -> None:
-    """Longer by what the file has twice, and shorter by one byte: no length but the one that was written passes."""
-    path = snapshot / name
-    data = path.read_bytes()
-    for other in (data + data, data[:-1], data[1:]):
+    for other in (data + b"\0", data + data, data[:-1], data[1:]):
         path.write_bytes(other)
         with pytest.raises(SnapshotDamaged, match=path.name):
             check_whole(snapshot)
+    path.unlink()
+    with pytest.raises(SnapshotDamaged, match=path.name):
+        check_whole(snapshot)
 
 
 @pytest.mark.parametrize("name", FILES)

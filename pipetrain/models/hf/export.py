@@ -15,13 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from pipetrain.config.records import LoraConfig
 from pipetrain.models.hf.lora import merged_weights, write_adapters
-from pipetrain.models.hf.parts import HfNames, model_parts
+from pipetrain.models.hf.parts import HfNames, Parts, model_parts
 from pipetrain.models.hf.pruned import empty_model
 from pipetrain.models.hf.source import CONFIG, HfSource, find_source
 from pipetrain.models.weights import shard_name, write_index, write_shard
@@ -49,42 +50,48 @@ def export_model(
     source = find_source(str(files))
     model = empty_model(source)
     parts = model_parts(model)
-    if lora is not None and lora.rank is not None:
-        if not lora.merge:
-            with _whole_or_not(out) as draft:
-                write_adapters(tensors, model, parts, lora, base, draft)
-                _copy_beside(source, draft)
+    with _whole_or_not(out) as draft:
+        for path in source.beside_weights:
+            shutil.copyfile(path, draft / path.name)
+        if lora is not None and lora.rank is not None and not lora.merge:
+            write_adapters(tensors, model, parts, lora, base, draft)
             return
-        tensors = merged_weights(tensors, model, lora)
+        if lora is not None and lora.rank is not None:
+            tensors = merged_weights(tensors, model, lora)
+        dtypes = _write_stages(tensors, stages, model, parts, draft)
+        config = {**source.config, "architectures": [type(model).__name__]}
+        if len(dtypes) == 1:
+            config.pop("torch_dtype", None)
+            config["dtype"] = str(dtypes.pop()).removeprefix("torch.")
+        (draft / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _write_stages(
+    tensors: Mapping[str, Tensor], stages: Sequence[range], model: PreTrainedModel, parts: Parts, folder: Path
+) -> set[torch.dtype]:
+    """A file of weights per stage, and their index; returns the dtypes that they have."""
     tied = model.all_tied_weights_keys  # these are written once, so the source alone
     missing = sorted(model.state_dict().keys() - tensors.keys() - tied.keys())
     if missing:
         raise ValueError(
             f"{missing[0]} is not among the tensors of the run (and {len(missing) - 1} more): they are of another model"
         )
-    written = [name for name in tensors if name not in tied]
-    with _whole_or_not(out) as draft:
-        shards = [shard_name(number, len(stages)) for number in range(len(stages))]
-        dtypes = set()
-        for layers, shard in zip(stages, shards):
-            part = {name: tensors[name] for name in written if (parts.layer_of(name) or 0) in layers}
-            dtypes |= {tensor.dtype for tensor in part.values() if tensor.is_floating_point()}
-            # names and shapes as the family's files have them: experts by themselves, where the model has them in one tensor
-            write_shard(draft / shard, revert_weight_conversion(model, part))
-        if len(shards) > 1:
-            write_index(draft, shards)
-        _copy_beside(source, draft)
-        _write_config(draft / CONFIG, source, model, {str(dtype).removeprefix("torch.") for dtype in dtypes})
+    shards = [shard_name(number, len(stages)) for number in range(len(stages))]
+    dtypes = set()
+    for layers, shard in zip(stages, shards):
+        names = [name for name in tensors if name not in tied and (parts.layer_of(name) or 0) in layers]
+        part = {name: tensors[name] for name in names}
+        dtypes |= {tensor.dtype for tensor in part.values() if tensor.is_floating_point()}
+        # names and shapes as the family's files have them: experts by themselves, where the model has them in one tensor
+        write_shard(folder / shard, revert_weight_conversion(model, part))
+    if len(shards) > 1:
+        write_index(folder, shards)
+    return dtypes
 
 
 def in_files(own: Mapping[str, Tensor], files: Path) -> Mapping[str, Tensor]:
     """Tensors under transformers' names that are called `own` as in our layers, those of a snapshot."""
     return HfNames(model_parts(empty_model(find_source(str(files))))).to_file(own)
-
-
-def _copy_beside(source: HfSource, folder: Path) -> None:
-    for path in source.beside_weights:
-        shutil.copyfile(path, folder / path.name)
 
 
 def keep_files(source: HfSource, folder: Path, tokenizer: Path | None = None) -> None:
@@ -98,14 +105,6 @@ def keep_files(source: HfSource, folder: Path, tokenizer: Path | None = None) ->
     for path in (*source.beside_weights, *others):
         if path.name != "generation_config.json" or path.parent == source.folder:
             shutil.copyfile(path, folder / path.name)
-
-
-def _write_config(path: Path, source: HfSource, model: PreTrainedModel, dtypes: set[str]) -> None:
-    config = {**source.config, "architectures": [type(model).__name__]}
-    if len(dtypes) == 1:
-        config.pop("torch_dtype", None)
-        config["dtype"] = dtypes.pop()
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def check_out(out: Path) -> None:

@@ -14,10 +14,9 @@ from transformers import PreTrainedModel
 
 from pipetrain.config.records import ModelConfig
 from pipetrain.models.hf.adapter import check_plain, layers_of, vocabulary_of
+from pipetrain.models.hf.batch_check import BatchCheck, what_mixes_documents
 from pipetrain.models.hf.hf_size import HfShape, check_hf, hf_size_of
-from pipetrain.models.hf.labels import BatchCheck
 from pipetrain.models.hf.lora import add_adapters, check_targets
-from pipetrain.models.hf.mixing import what_mixes_documents
 from pipetrain.models.hf.parts import HfNames, Parts, model_parts
 from pipetrain.models.hf.pruned import empty_model, pruned_model
 from pipetrain.models.hf.source import HfSource, find_source

@@ -326,31 +326,29 @@ class HfNames:
 
     parts: Parts
 
+    def _prefixes(self, number: int) -> tuple[str, str]:
+        """How names of our layer `number` begin, here and in files."""
+        if number == 0:
+            return "0.owner.", f"{self.parts.owner}." if self.parts.owner else ""
+        if number < self.parts.num_layers - 1:
+            return f"{number}.layer.", f"{self.parts.layers}.{number - 1}."
+        return f"{number}.model.", ""
+
     def in_file(self, name: str) -> str:
         """What transformers calls the tensor that we call `name`."""
-        number, _, rest = name.partition(".")
-        if int(number) == 0:
-            return self._owned(rest.removeprefix("owner."))
-        if int(number) < self.parts.num_layers - 1:
-            return f"{self.parts.layers}.{int(number) - 1}.{rest.removeprefix('layer.')}"
-        return rest.removeprefix("model.")
+        ours, theirs = self._prefixes(int(name.partition(".")[0]))
+        return theirs + name.removeprefix(ours)
 
     def in_layers(self, name: str) -> str:
         """What we call the tensor that transformers calls `name`. One that it has no layer for is called as it is."""
         number = self.parts.layer_of(name)
         if number is None:
             return name
-        if number == 0:
-            return f"0.owner.{name.removeprefix(self._owned(''))}"
-        if number < self.parts.num_layers - 1:
-            return f"{number}.layer.{name.removeprefix(f'{self.parts.layers}.{number - 1}.')}"
-        return f"{number}.model.{name}"
+        ours, theirs = self._prefixes(number)
+        return ours + name.removeprefix(theirs)
 
     def to_file(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return LazyTensors({self.in_file(name): name for name in tensors}, tensors.__getitem__)
 
     def from_file(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return LazyTensors({self.in_layers(name): name for name in tensors}, tensors.__getitem__)
-
-    def _owned(self, name: str) -> str:
-        return f"{self.parts.owner}.{name}" if self.parts.owner else name

@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from pipetrain.models.hf.parts import Elsewhere, Parts, model_parts
-from pipetrain.models.hf.source import HfSource, check_loadable
+from pipetrain.models.hf.source import HfSource, check_loadable, reason_of
 from pipetrain.stage.seeding import generators_restored, weight_seed
 
 PRETRAINED, RANDOM = "pretrained", "random"
@@ -100,7 +100,7 @@ def config_of(source: HfSource) -> PretrainedConfig:
         kind = source.config.get("model_type")
         raise ValueError(
             f"model.path={source.name}: transformers has no model_type {kind!r} of its own, and code that comes with a model is "
-            f"not run ({_first_line(error)})"
+            f"not run ({reason_of(error)})"
         ) from error
 
 
@@ -172,9 +172,7 @@ def _read(pruned: _PrunedClass, config: PretrainedConfig, source: HfSource, dtyp
                 output_loading_info=True,
             )
         except (RuntimeError, OSError, SafetensorError) as error:
-            raise ValueError(
-                f"model.path={source.name}: its weights cannot be loaded ({_first_line(error)})"
-            ) from error
+            raise ValueError(f"model.path={source.name}: its weights cannot be loaded ({reason_of(error)})") from error
     if mismatched := sorted(info["mismatched_keys"]):
         name, found, wanted = mismatched[0]
         raise ValueError(
@@ -250,7 +248,3 @@ def _quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
         if had_bar:
             logging.enable_progress_bar()
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -244,11 +244,15 @@ def _download(name: str, revision: str | None, files: list[str]) -> None:
     try:
         _hub(name).snapshot_download(name, revision=revision, allow_patterns=files, ignore_patterns=_NESTED)
     except Exception as error:  # of the hub, of its HTTP library, of the disk: each says what it is in its first line
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ValueError(
-            f"model.path={name}: there is no such folder, and the model cannot be downloaded ({type(error).__name__}: {reason}); check "
+            f"model.path={name}: there is no such folder, and the model cannot be downloaded ({type(error).__name__}: {reason_of(error)}); check "
             "the name and the network, or download it elsewhere and give its folder"
         ) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error of a library says, or its kind where it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _read_json(path: Path, name: str) -> dict[str, Any]:
