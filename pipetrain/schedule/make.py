@@ -17,7 +17,7 @@ from pipetrain.schedule.kinds import RECOMPUTE, Direction
 from pipetrain.schedule.messages import add_messages
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.placement import Placement, stage_ranks_of
-from pipetrain.schedule.places import has_gaps_for_r, into_gaps, with_best_kept
+from pipetrain.schedule.places import has_gaps_for_r, into_gaps, kept_patterns
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.recompute import AllKept, Sets, add_recompute, decides_itself, hold_back, keep_all
 from pipetrain.schedule.reduce import add_reduces
@@ -83,7 +83,7 @@ def make(spec: ScheduleSpec) -> Schedule:
     draft, orders = _split(spec, ordered)
     _check_stash(draft)
     costs = spec.costs or Costs.spread(spec.num_stages)
-    return with_best_kept(draft, costs, lambda kept: lower(draft, kept, costs, orders))
+    return _fastest([lower(draft, kept, costs, orders) for kept in dict.fromkeys(kept_patterns(draft))], costs)
 
 
 def _in_order(spec: ScheduleSpec) -> Schedule:
