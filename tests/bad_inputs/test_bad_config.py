@@ -222,7 +222,11 @@ TOGETHER = [
         "make 6 ranks, but parallel.num_replicas=2 and pipeline.num_stages=2",
         "need 4 ranks; set pipeline.num_stages=3, or parallel.num_replicas=3",
     ),
-    train("parallel.num_replicas=2 cluster.ranks_per_node=5", "5 ranks cannot be shared out", "start 4 or 6 ranks"),
+    train(
+        "parallel.num_replicas=2 cluster.ranks_per_node=5",
+        "5 ranks make no 2 replicas of equal size",
+        "start 4 or 6 ranks",
+    ),
     train("phases=[{from:2}]", "phases[0].from=2", "begins with the run", "from: 0"),
     train(
         "phases=[{from:0},{from:3,data:{sequence_length:2048}}]",
