@@ -7,8 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 
-from pipetrain.schedule.alive import peak_stash
-from pipetrain.schedule.check import violation_of
+from pipetrain.schedule.check import stash_within_bounds, violation_of
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import read_csv
 from pipetrain.schedule.families import ALWAYS_SPLIT, AUTO, ComputeLanes, Generator, Shape, generator_of
@@ -136,14 +135,9 @@ def _split(spec: ScheduleSpec, ordered: Schedule) -> tuple[Schedule, OrdersOfW |
 
 def _check_stash(draft: Schedule) -> None:
     """The bound that `check` proves, in one line, before anything is made of an order that holds too much in any case."""
-    for stage, held in enumerate(peak_stash(draft)):
-        allowed = draft.policy.stash_of(stage)
-        if allowed is not None and held > allowed:
-            raise ValueError(
-                f"recompute.stash={allowed}: stage {stage} holds {held} microbatches between F and B in "
-                f"pipeline.schedule={draft.family}; use recompute.stash={held}, or an order with fewer in flight "
-                "(pipeline.schedule=1f1b, a smaller pipeline.warmup)"
-            )
+    for op, violation in stash_within_bounds(draft):
+        allowed = draft.policy.stash_of(op.stage)
+        raise ValueError(f"pipeline.schedule={draft.family} recompute.stash={allowed}: {violation}")
 
 
 def _ordered(spec: ScheduleSpec) -> ComputeLanes:
