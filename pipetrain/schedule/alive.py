@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipetrain.schedule.kinds import Direction, Holding, kinds_where
+from pipetrain.schedule.kinds import RECOMPUTE, Direction, Holding, kinds_where
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.schedule import Schedule
@@ -18,13 +18,12 @@ from pipetrain.schedule.schedule import Schedule
 OPENS_STASH = kinds_where(lambda row: Holding.STASH in row.allocates)
 CLOSES_STASH = kinds_where(lambda row: Holding.STASH in row.frees)
 KEEPS_SET = kinds_where(lambda row: Holding.KEPT_SET in row.allocates)
-BRINGS_BACK_SET = kinds_where(lambda row: Holding.RECOMPUTED_SET in row.allocates)
 ENDS_SET = kinds_where(lambda row: Holding.KEPT_SET in row.frees)
 
 
 def brings_set(schedule: Schedule, op: Op) -> bool:
     """Whether a set comes with the start of `op`: R, or F where the set is kept."""
-    return op.kind in BRINGS_BACK_SET or (op.kind in KEEPS_SET and (op.stage, op.microbatch) in schedule.kept)
+    return op.kind is RECOMPUTE or (op.kind in KEEPS_SET and (op.stage, op.microbatch) in schedule.kept)
 
 
 def ends_stash(op: Op) -> bool:

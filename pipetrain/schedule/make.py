@@ -7,8 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 
-from pipetrain.schedule.alive import peak_stash
-from pipetrain.schedule.check import violation_of
+from pipetrain.schedule.check import stash_within_bounds, violation_of
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import read_csv
 from pipetrain.schedule.families import ALWAYS_SPLIT, AUTO, ComputeLanes, Generator, Shape, generator_of
@@ -17,7 +16,7 @@ from pipetrain.schedule.kinds import RECOMPUTE, Direction
 from pipetrain.schedule.messages import add_messages
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.placement import Placement, stage_ranks_of
-from pipetrain.schedule.places import has_gaps_for_r, into_gaps, with_best_kept
+from pipetrain.schedule.places import has_gaps_for_r, into_gaps, kept_patterns
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.schedule.recompute import AllKept, Sets, add_recompute, decides_itself, hold_back, keep_all
 from pipetrain.schedule.reduce import add_reduces
@@ -83,7 +82,7 @@ def make(spec: ScheduleSpec) -> Schedule:
     draft, orders = _split(spec, ordered)
     _check_stash(draft)
     costs = spec.costs or Costs.spread(spec.num_stages)
-    return with_best_kept(draft, costs, lambda kept: lower(draft, kept, costs, orders))
+    return _fastest([lower(draft, kept, costs, orders) for kept in dict.fromkeys(kept_patterns(draft))], costs)
 
 
 def _in_order(spec: ScheduleSpec) -> Schedule:
@@ -136,14 +135,9 @@ def _split(spec: ScheduleSpec, ordered: Schedule) -> tuple[Schedule, OrdersOfW |
 
 def _check_stash(draft: Schedule) -> None:
     """The bound that `check` proves, in one line, before anything is made of an order that holds too much in any case."""
-    for stage, held in enumerate(peak_stash(draft)):
-        allowed = draft.policy.stash_of(stage)
-        if allowed is not None and held > allowed:
-            raise ValueError(
-                f"recompute.stash={allowed}: stage {stage} holds {held} microbatches between F and B in "
-                f"pipeline.schedule={draft.family}; use recompute.stash={held}, or an order with fewer in flight "
-                "(pipeline.schedule=1f1b, a smaller pipeline.warmup)"
-            )
+    for op, violation in stash_within_bounds(draft):
+        allowed = draft.policy.stash_of(op.stage)
+        raise ValueError(f"pipeline.schedule={draft.family} recompute.stash={allowed}: {violation}")
 
 
 def _ordered(spec: ScheduleSpec) -> ComputeLanes:

@@ -9,7 +9,7 @@ F0 F1 F2 F3 B0 B1 B2 B3          F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 ...
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from pipetrain.schedule.alive import KEEPS_SET
 from pipetrain.schedule.costs import Costs
@@ -23,44 +23,29 @@ from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.waits import add_waits
 
-Wanted = Callable[[int], bool]  # whether a pattern would keep microbatch i
 
-
-def with_best_kept(draft: Schedule, costs: Costs, lower: Callable[[Sets], Schedule]) -> Schedule:
-    """The fastest of `lower(kept)` over the patterns for which there are places; of equal ones the first."""
-    policy = draft.policy
-    if (
-        decides_itself(draft)
-        or not policy.keeps
-        or policy.mode is Mode.NEVER
-        or draft.first_backward == draft.num_stages
-    ):
-        return lower(frozenset())
-    candidates = [lower(kept) for kept in dict.fromkeys(_patterns(draft))]
-    return min(candidates, key=lambda schedule: simulate(schedule, costs).step_seconds)
-
-
-def _patterns(draft: Schedule) -> Iterator[frozenset[tuple[int, int]]]:
+def kept_patterns(draft: Schedule) -> Iterator[Sets]:
+    """The sets to keep by each pattern for which there are places; none first, and none alone where there is nothing to choose."""
     yield frozenset()
     microbatches, policy = draft.num_microbatches, draft.policy
     stages = range(draft.first_backward, draft.num_stages)
+    if decides_itself(draft) or not policy.keeps or policy.mode is Mode.NEVER or not stages:
+        return
     places, parts = (max(of(stage) or 0 for stage in stages) for of in (policy.places_of, policy.num_parts))
     for for_recompute in range(min(places, _MOST_FOR_RECOMPUTE + 1)):
         kept = max(1, (places - for_recompute) // parts)
-        for start in (0, 1, 2, microbatches // 2):
-            yield fill_places(draft, for_recompute, lambda i, start=start: i >= start)  # type: ignore[misc]
-        for period in (2, 3):
-            yield fill_places(draft, for_recompute, lambda i, period=period: i % period == 0)  # type: ignore[misc]
-        # evenly spread
-        yield fill_places(draft, for_recompute, lambda i, kept=kept: i * kept % microbatches < kept)  # type: ignore[misc]
-        yield fill_places(draft, for_recompute, lambda _: True, from_the_end=True)
+        patterns: list[Container[int]] = [range(start, microbatches) for start in (0, 1, 2, microbatches // 2)]
+        patterns += [range(0, microbatches, period) for period in (2, 3)]
+        patterns += [{i for i in range(microbatches) if i * kept % microbatches < kept}]  # evenly spread
+        yield from (fill_places(draft, for_recompute, pattern) for pattern in patterns)
+        yield fill_places(draft, for_recompute, range(microbatches), from_the_end=True)
 
 
 _MOST_FOR_RECOMPUTE = 1  # places that a pattern leaves to R alone: more of them bring R hardly earlier
 
 
 def fill_places(
-    draft: Schedule, for_recompute: int, wanted: Wanted, *, from_the_end: bool = False
+    draft: Schedule, for_recompute: int, wanted: Container[int], *, from_the_end: bool = False
 ) -> frozenset[tuple[int, int]]:
     """Keeps each wanted set for which its stage has a place, in the order of F or, from the end, against it.
 
@@ -74,7 +59,7 @@ def fill_places(
         for microbatch in sorted(i for one, i in at_once if one == stage):
             pool.keep(microbatch)
         order: Iterable[int] = reversed(pool.microbatches) if from_the_end else pool.microbatches
-        kept |= {(stage, i) for i in order if wanted(i) and (stage, i) not in at_once and pool.keep(i)}
+        kept |= {(stage, i) for i in order if i in wanted and (stage, i) not in at_once and pool.keep(i)}
     return frozenset(kept)
 
 

@@ -95,22 +95,14 @@ def in_turn(schedule: Schedule) -> list[Op]:
 
 def _ready(schedule: Schedule, reduces: Sequence[Op]) -> dict[Op, tuple[int, Op]]:
     """The last op that may add to what each adds up, and its place in its compute lane; nothing where there is none."""
-    last: dict[tuple[int, int | None], tuple[int, Op]] = {}  # by stage and part; part None: the last of any
-    whole: dict[tuple[int, int | None], tuple[int, Op]] = {}  # ... the last of the whole stage
+    last: dict[tuple[int, int | None], tuple[int, Op]] = {}  # by stage and part; part None: of the whole stage
     for rank in range(schedule.num_ranks):
         for place, op in enumerate(schedule.lane(rank, Lane.COMPUTE)):
             if op.kind in GIVES_GRADIENTS:
-                last[op.stage, None] = last[op.stage, op.part] = place, op
-                if op.part is None:
-                    whole[op.stage, None] = place, op
-    found = {}
-    for reduce in reduces:
-        part = _part_of(schedule, reduce)
-        ends = [last.get((reduce.stage, part)), whole.get((reduce.stage, None))]
-        known = [end for end in ends if end is not None]
-        if known:
-            found[reduce] = max(known, key=lambda end: end[0])
-    return found
+                parts = range(schedule.policy.num_parts(op.stage)) if op.part is None else (op.part,)
+                last |= {(op.stage, part): (place, op) for part in (None, *parts)}
+    keys = {reduce: (reduce.stage, _part_of(schedule, reduce)) for reduce in reduces}
+    return {reduce: last[key] for reduce, key in keys.items() if key in last}
 
 
 def with_reduces(schedule: Schedule, tied: tuple[tuple[int, int], ...] = (), num_replicas: int = 1) -> Schedule:

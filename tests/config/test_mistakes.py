@@ -1,5 +1,7 @@
 """A table of mistakes: each ends with exit code 2 and one message that says what to type."""
 
+from collections.abc import Callable
+
 import pytest
 
 from pipetrain.config.load import load
@@ -9,7 +11,7 @@ from pipetrain.config.together import check_run, check_schedule
 from pipetrain.engine.available import check_available, check_engine
 
 # what the user typed -> words that the message must have
-UNREADABLE = {
+NOT_LOADED = {
     "step=3": ["step:", "'steps'"],
     "observe.wandb.mod=x": ["'observe.wandb.mode'"],
     "mode.dropout=0.1": ["mode.dropout:", "'model.dropout'"],
@@ -18,32 +20,23 @@ UNREADABLE = {
     "cluster.options=--exclusive": ["cluster.options=--exclusive", "a list of texts"],
     "data.path=/a b=c": ["cannot be read", "quote"],
 }
-OUT_OF_RANGE = {
+NO_RUN = {
     "pipeline.num_microbatches=17": ["num_microbatches=17", "batch_size=16"],
     "parallel.zero_stage=2": ["parallel.zero_stage=2", "not supported by engine=native", "parallel.zero_stage=1"],
     "parallel.num_replicas=all": ["parallel.num_replicas=all", "1 or more, or auto"],
     "cluster.rendezvous=node1:70000": ["cluster.rendezvous=node1:70000", "HOST:PORT"],
     "cluster.partition='a b'": ["cluster.partition=a b", "without spaces"],
+    "parallel.fsdp=true": ["parallel.fsdp", "not supported", "pipeline.num_stages"],
+    "parallel.tensor=2": ["parallel.tensor", "not supported", "pipeline.num_stages"],
 }
-OUT_OF_RANGE_FOR_SHOW_TOO = {
+NO_SCHEDULE = {
     "pipeline.num_microbatches=0": ["num_microbatches=0", "1 or more"],
     "pipeline.num_stages=0": ["num_stages=0", "1 or more"],
     "recompute.sets=0": ["recompute.sets=0", "1 or more"],
-    "recompute.sets=[2,0]": ["recompute.sets=[2, 0]", "1 or more"],
     "recompute.sets=inf": ["recompute.sets=inf", "a whole number, 1 or more"],
     "recompute.sets=[1,nan]": ["recompute.sets=[1, nan]", "a whole number, 1 or more"],
-    "recompute.sets=[]": ["recompute.sets=[]", "a list with one per stage"],
-    "recompute.segments=0": ["recompute.segments=0", "1 or more parts, sqrt or layers"],
-    "recompute.segments=half": ["recompute.segments='half'", "1 or more parts, sqrt or layers"],
-    "recompute.stash=0": ["recompute.stash=0", "1 or more"],
     "recompute.keep=atuo": ["recompute.keep='atuo'", "none, auto", "did you mean 'auto'"],
-    "recompute.keep=2": ["recompute.keep=2", "none and auto", "recompute.sets=3"],
 }
-UNSUPPORTED = {
-    "parallel.fsdp=true": "pipeline.num_stages",
-    "parallel.tensor=2": "pipeline.num_stages",
-}
-
 DEEPSPEED = ["engine=deepspeed", "pipeline=1f1b", "recompute=inline", "parallel.zero_stage=1"]
 REFUSED_BY_DEEPSPEED = {
     "transport.backend=pinned": ["transport.backend=pinned", "transport=auto"],
@@ -76,49 +69,35 @@ def check_both(config: RunConfig) -> None:
     check_engine(config)
 
 
-def assert_says(error: ConfigError, words: list[str]) -> None:
-    assert "\n" not in str(error)
-    assert [word for word in words if word not in str(error)] == [], error
-
-
-@pytest.mark.parametrize(("override", "words"), UNREADABLE.items(), ids=UNREADABLE)
-def test_what_cannot_be_loaded(override: str, words: list[str]) -> None:
+def refused(check: Callable[[], object], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        load([override])
-    assert_says(caught.value, words)
+        check()
+    assert "\n" not in str(caught.value)
+    assert [word for word in words if word not in str(caught.value)] == [], caught.value
 
 
-@pytest.mark.parametrize(("override", "words"), OUT_OF_RANGE.items(), ids=OUT_OF_RANGE)
+@pytest.mark.parametrize(("override", "words"), NOT_LOADED.items(), ids=NOT_LOADED)
+def test_what_cannot_be_loaded(override: str, words: list[str]) -> None:
+    refused(lambda: load([override]), words)
+
+
+@pytest.mark.parametrize(("override", "words"), NO_RUN.items(), ids=NO_RUN)
 def test_what_makes_no_run(override: str, words: list[str]) -> None:
     config = load([override])
-    with pytest.raises(ConfigError) as caught:
-        check_both(config)
-    assert_says(caught.value, words)
+    refused(lambda: check_both(config), words)
 
 
-@pytest.mark.parametrize(("override", "words"), OUT_OF_RANGE_FOR_SHOW_TOO.items(), ids=OUT_OF_RANGE_FOR_SHOW_TOO)
+@pytest.mark.parametrize(("override", "words"), NO_SCHEDULE.items(), ids=NO_SCHEDULE)
 def test_what_makes_no_schedule(override: str, words: list[str]) -> None:
     config = load([override])
-    with pytest.raises(ConfigError) as caught:
-        check_schedule(config)
-    assert_says(caught.value, words)
-
-
-@pytest.mark.parametrize(("override", "instead"), UNSUPPORTED.items(), ids=UNSUPPORTED)
-def test_what_is_not_supported(override: str, instead: str) -> None:
-    config = load([override])
-    with pytest.raises(ConfigError) as caught:
-        check_both(config)
-    assert_says(caught.value, [override.split("=")[0], "not supported", instead])
+    refused(lambda: check_schedule(config), words)
 
 
 @pytest.mark.parametrize(("override", "words"), REFUSED_BY_DEEPSPEED.items(), ids=REFUSED_BY_DEEPSPEED)
 def test_what_deepspeed_cannot_do(override: str, words: list[str]) -> None:
     group = override.split("=")[0]
     config = load([*(option for option in DEEPSPEED if option.split("=")[0] != group), *override.split()])
-    with pytest.raises(ConfigError) as caught:
-        check_both(config)
-    assert_says(caught.value, [*words, "not supported by engine=deepspeed"])
+    refused(lambda: check_both(config), [*words, "not supported by engine=deepspeed"])
 
 
 def test_what_deepspeed_takes() -> None:
@@ -133,19 +112,14 @@ def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         patched.setattr("importlib.util.find_spec", lambda name: None)
         check_available(load([]))
         for config in (engine, optimizer):
-            with pytest.raises(ConfigError) as caught:
-                check_available(config)
-            assert_says(caught.value, ['pip install "pipetrain[deepspeed]"'])
+            refused(lambda config=config: check_available(config), ['pip install "pipetrain[deepspeed]"'])  # type: ignore[misc]
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ConfigError) as caught:
-        check_available(optimizer)
-    assert_says(caught.value, ["optim=deepspeed_cpu_adam", "install g++", "optim=adamw"])
+    refused(lambda: check_available(optimizer), ["optim=deepspeed_cpu_adam", "install g++", "optim=adamw"])
 
 
 def test_stages_that_do_not_fit_the_ranks() -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_schedule(load(["pipeline.num_stages=4", "pipeline.stages_per_rank=3"]))
-    assert_says(caught.value, ["num_stages=4", "stages_per_rank=3", "multiple"])
+    config = load(["pipeline.num_stages=4", "pipeline.stages_per_rank=3"])
+    refused(lambda: check_schedule(config), ["num_stages=4", "stages_per_rank=3", "multiple"])
 
 
 def test_show_does_not_look_at_data_or_model() -> None:

@@ -132,8 +132,8 @@ MUTANTS = (
     Mutant(
         "a bucket forgets the backwards of whole sets",
         "pipetrain/schedule/reduce.py",
-        "        ends = [last.get((reduce.stage, part)), whole.get((reduce.stage, None))]",
-        "        ends = [last.get((reduce.stage, part))]",
+        "parts = range(schedule.policy.num_parts(op.stage)) if op.part is None",
+        "parts = () if op.part is None",
         ("tests/schedule/test_replica_reduces.py", "-k", "in_one_order or wait_for"),
     ),
     Mutant(

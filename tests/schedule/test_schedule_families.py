@@ -216,7 +216,7 @@ BAD = [
     ({"recompute": RecomputePolicy(sets=(2, 1))}, "recompute.sets=[2, 1] has 2 numbers for 4 stages"),
     (
         {"recompute": RecomputePolicy(stash=7)},
-        "recompute.stash=7: stage 0 holds 8 microbatches between F and B in pipeline",
+        "pipeline.schedule=gpipe recompute.stash=7: stage 0 holds 8 microbatches between F and B",
     ),
     ({"recompute": RecomputePolicy(stash=(8,) * 5)}, "recompute.stash=[8, 8, 8, 8, 8] has 5 numbers for 4 stages"),
     ({"recompute": "overlapp"}, "did you mean 'overlap'"),
