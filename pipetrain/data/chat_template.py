@@ -57,18 +57,12 @@ class ChatTemplate:
         self._has_marks = _MARKS.search(template) is not None
 
     def render(self, row: Row, *, answers: bool = False, first: int | None = None) -> str:
-        """The text of a chat, or of its `first` messages; with `answers` it ends with the prompt for an answer.
-
-        Raises SampleRefused: the template takes no such chat.
-        """
+        """The text of a chat, or of its `first` messages; with `answers`, and the prompt for an answer. Raises SampleRefused."""
         (text,), _ = self._rendered(row, row[MESSAGES][:first], answers, marks=False)
         return text
 
     def render_marked(self, row: Row) -> tuple[str, list[Span]]:
-        """The text of a chat, and which characters of it count.
-
-        Raises SampleRefused: the template takes no such chat; ValueError: it cannot be told what counts.
-        """
+        """The text of a chat, and which characters count. Raises SampleRefused; ValueError: it cannot be told what counts."""
         if self._counted == ALL:
             text = self.render(row)
             return text, [(0, len(text))]
@@ -78,10 +72,7 @@ class ChatTemplate:
         return text, spans[-1:] if self._counted == LAST else spans
 
     def counted_tokens(self, offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:
-        """Which tokens count: those with a character in `spans`. offsets `[tokens, 2]`: the characters of each.
-
-        Raises ValueError: a token begins before an answer and ends in it, where nothing but the text says what counts.
-        """
+        """Which tokens have a character in `spans`; `offsets [tokens, 2]` are theirs. Raises ValueError: one begins before an answer and ends in it."""
         counted = np.zeros(len(offsets), np.bool_)
         if not len(offsets):
             return counted

@@ -28,10 +28,7 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests",
 
 
 def find_files(config: DataConfig) -> list[Path]:
-    """The files of `data.path` (of the standard library, where `data=stdlib`), in an order that is the same on every machine; at least one.
-
-    Raises ValueError where there is none, or one that may not be read.
-    """
+    """The files of `data.path` or of the standard library, in one order on every machine. Raises ValueError: none, or one may not be read."""
     if config.name == "stdlib":
         if config.path is not None:
             raise ValueError(f"data.path={config.path} is for your own text: type data=text data.path={config.path}")
@@ -48,10 +45,7 @@ def find_files(config: DataConfig) -> list[Path]:
 
 
 def files_at(key: str, given: str, pattern: str) -> list[Path]:
-    """The files that `key=given` names: itself, those of a folder that match `pattern` (or do so but for .gz), or those of a glob.
-
-    Raises ValueError: there is none, or one that may not be read.
-    """
+    """The file `given`, those of a folder that match `pattern` (also with .gz), or those of a glob. Raises ValueError: none, or one may not be read."""
     path = Path(given).expanduser()
     if path.is_file():
         files = [path]

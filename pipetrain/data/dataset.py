@@ -54,10 +54,7 @@ class Data:
 
 
 def make_tokenizer(config: DataConfig, own: str | None = None) -> Tokenizer | None:
-    """The tokenizer of `data.tokenizer`; for null `own`, a folder or name too: that of the model. None: there is none.
-
-    Raises ValueError: there is no such tokenizer.
-    """
+    """The tokenizer of `data.tokenizer`; for null `own`, that of the model; None: there is none. Raises ValueError: it cannot be had."""
     name = config.tokenizer or own
     if name is None:
         return None
@@ -112,10 +109,7 @@ class OpenData:
         self._sets: dict[int, SampleSets] = {}
 
     def cut(self, config: DataConfig) -> Data:
-        """The data of `config`, of which data.sequence_length and data.global_batch_size may be others than at the opening.
-
-        Raises ValueError: it does not make a sample of that length.
-        """
+        """The data of `config`, which may have another length and batch size than at the opening. Raises ValueError: they make no sample."""
         check_limits(config, "data.")
         _check_length(config)
         if config.sequence_length not in self._sets:

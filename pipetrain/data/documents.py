@@ -117,10 +117,7 @@ def _documents_of_rows(rows: Callable[[], Iterator[_Row]], fraction: float, text
 
 
 def _content_of(row: Any, text_field: str, seen: set[str]) -> str | Row:
-    """The text of a row, or the row itself where it is a chat. `seen`: the field of the rows before, of which a corpus has one.
-
-    Raises ValueError: it is neither, or not what the rows before were.
-    """
+    """The text of a row, or the row where it is a chat. `seen`: the field of rows before. Raises ValueError: it is neither, or another kind."""
     if not isinstance(row, Mapping):
         raise ValueError(f"it is no object but a {type(row).__name__}")
     field = MESSAGES if row.get(MESSAGES) is not None else text_field
@@ -202,10 +199,7 @@ def check_datasets_installed(config: DataConfig) -> None:
 
 
 def hf_corpus(config: DataConfig, memory: Path) -> Corpus:
-    """The data set that `config` names, downloaded if need be; digests of large files are kept in the folder `memory`.
-
-    Raises ValueError: there is none, or no such split.
-    """
+    """The data set of `config`, downloaded if need be; digests are kept in the folder `memory`. Raises ValueError: there is none, or no such split."""
     check_datasets_installed(config)
     assert config.path is not None, "it was checked"
     train = _load("data.path", config.path, config.subset, "data.split", config.split)

@@ -178,10 +178,7 @@ def stream_samples(config: DataConfig, train: Ids, heldout: Ids, unit: str) -> t
 
 
 def folder_samples(config: DataConfig, folder: Path, sheet: TokenSheet) -> SampleSets:
-    """The samples of a folder of tokens.
-
-    Raises ValueError: it holds none, or a document that is none, which data.on_error=stop does not pass over.
-    """
+    """The samples of a folder of tokens. Raises ValueError: there are none, or a document is none and data.on_error=stop."""
     if sheet.num_skipped and config.on_error == "stop":
         raise ValueError(refusal_of(str(sheet.first_problem)))
     layout = config.layout or (PACKED if sheet.is_chat else STREAM)
@@ -231,10 +228,7 @@ def _whole_documents(config: DataConfig, sheet: TokenSheet, parts: dict[str, Tok
 
 
 def _choose(config: DataConfig, sheet: TokenSheet, part: TokenPart) -> tuple[NDArray[np.int64], str | None]:
-    """The numbers of the documents that are not too long and have a token to predict; what is wrong with the first of the others.
-
-    Raises ValueError: there is another, and data.on_error=stop.
-    """
+    """The documents that fit and have a token to predict; what is wrong with the first other. Raises ValueError: with data.on_error=stop."""
     lengths = part.lengths
     fits = (lengths <= config.sequence_length) & (lengths > 1)
     if fits.all():

@@ -198,10 +198,7 @@ def check_id_file(key: str, path: Path, item_type: str) -> None:
 
 
 def read_id_file(key: str, path: Path, item_type: str, memory: Path) -> IdFile:
-    """The file, read once as a whole to know what it holds; of a large one that is kept in the folder `memory`.
-
-    Raises ValueError: as `check_id_file`, or it cannot be read, or holds what is no id.
-    """
+    """The file, read once to know what it holds; that is kept in the folder `memory`. Raises ValueError as `check_id_file`, or it holds what is no id."""
     check_id_file(key, path, item_type)
     ids = np.asarray(np.memmap(path, item_type, "r"))
     digest, least, largest = remembered([path], memory, f"ids-{item_type}", lambda: _looked_at(ids))

@@ -57,10 +57,7 @@ class ByteTokenizer:
         return bytes(int(token) for token in tokens).decode("utf-8", errors="replace")
 
     def encode_documents(self, documents: Sequence[Document]) -> Encoded:
-        """Files as they are; texts of records end with a line, as bytes have no token that ends one.
-
-        Raises ValueError: there is a chat among them.
-        """
+        """Files as they are; texts of records end with a line, as bytes have no token that ends one. Raises ValueError: there is a chat."""
         texts = [_bytes_of(document) for document in documents]
         lengths = np.array([len(text) for text in texts], np.int64)
         return Encoded(np.frombuffer(b"".join(texts), np.uint8), lengths, None, {})
@@ -91,10 +88,7 @@ def check_installed(key: str) -> None:
 
 
 def folder_of_tokenizer(name: str) -> Path:
-    """Where the files of the tokenizer are: the folder itself, or where the hub's cache has those of a name (downloaded if need be).
-
-    Raises ValueError: there is none.
-    """
+    """The folder itself, or where the hub's cache has the tokenizer of this name (downloaded if need be). Raises ValueError: there is none."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not any((folder / file).is_file() for file in _MAIN_FILES):

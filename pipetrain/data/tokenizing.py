@@ -62,10 +62,7 @@ def tokenized(
     timeout_seconds: float = WAIT_SECONDS,
     tell: Tell | None = None,
 ) -> Path:
-    """The folder with the tokens of what `config` names: `out`, or one in the cache, where it is made once.
-
-    Raises ValueError: a document is no sample, or the folder cannot be written.
-    """
+    """The folder with the tokens: `out`, or one in the cache, made once. Raises ValueError: a document is no sample, or it cannot be written."""
     corpus = corpus_of(config, tokenizer)
     folder = cache_root(config.cache_dir) / _name_of(config, corpus, tokenizer) if out is None else out
     make = partial(write_tokens, corpus, tokenizer, skips=config.on_error == "skip", tell=tell)

@@ -47,10 +47,7 @@ class Tie:
 
 
 def ties_of(tied: Iterable[tuple[str, str]], stage_of: Callable[[int], int]) -> tuple[Tie, ...]:
-    """Those of the pairs of names `tied` that lie in two stages, in the order of their names.
-
-    Raises ValueError: a parameter that more than two stages share.
-    """
+    """The pairs of names `tied` that lie in two stages, in the order of their names. Raises ValueError: more than two stages share one."""
     found = []
     for names in groups_of(tied):
         first: dict[int, str] = {}

@@ -102,10 +102,7 @@ def _make_logits(layer: nn.Module) -> None:
 
 
 def make_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
-    """The model of the family that `model.name` names. `vocabulary_size` is the tokenizer's; `model.vocab_size` wins where it is set.
-
-    Raises ValueError: `config` describes no model.
-    """
+    """The model of the family of `model.name`. `vocabulary_size` is the tokenizer's; `model.vocab_size` wins. Raises ValueError: there is none."""
     spec: ModelSpec = load_function(family_of(config).spec)(config, vocabulary_size)
     return spec
 
@@ -154,10 +151,7 @@ def one_by_one(layers: Sequence[Layer]) -> BuildLayers:
 
 
 def check_sharing(spec: ModelSpec, stage_of: Callable[[int], int]) -> tuple[Tie, ...]:
-    """The parameters that two stages share; `stage_of` says of each layer which has it.
-
-    Raises ValueError: more than two stages share one, or parameters of two stages lie in one memory, without being one.
-    """
+    """The parameters that two stages share. Raises ValueError: more than two share one, or two parameters lie in one memory."""
     ties = ties_of(spec.tied, stage_of)
     one = {name: number for number, names in enumerate(groups_of(spec.tied)) for name in names}
     for pair in overlaps(spec.modules):
@@ -172,10 +166,7 @@ def check_sharing(spec: ModelSpec, stage_of: Callable[[int], int]) -> tuple[Tie,
 
 
 def check_built(spec: ModelSpec, layers: Mapping[int, nn.Module], stage_of: Callable[[int], int]) -> None:
-    """Refuse what layers that were built share over stages, and the model does not say: on other ranks they would not.
-
-    Raises ValueError: with the names of the parameter in both stages.
-    """
+    """Refuse what built layers share over stages and the model does not say: on other ranks they would not. Raises ValueError."""
     said = {(tie.name, tie.copy) for tie in check_sharing(spec, stage_of)}
     built = replace(
         spec, modules=layers, tied=tied_parameters(layers)

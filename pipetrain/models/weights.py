@@ -147,10 +147,7 @@ def check_weights(folder: Path) -> None:
 
 
 def read_weights(folder: Path) -> Mapping[str, Tensor]:
-    """The tensors that the ranks of a run left in `folder`, under their names in files; each is read when it is asked for.
-
-    Raises ValueError: there are none, or a shard is missing.
-    """
+    """The tensors that a run left in `folder`, under their names in files, each read when asked for. Raises ValueError: there are none, or a shard is missing."""
     check_weights(folder)
     index = folder / INDEX_OF_SHARDS
     if index.is_file():
@@ -164,10 +161,7 @@ def read_weights(folder: Path) -> Mapping[str, Tensor]:
 
 
 def load_weights(folder: Path, model: Model, spec: ModelSpec) -> None:
-    """Fills `model`, the whole of it or one rank's part, from what `save_weights` wrote: of it, what is needed is read.
-
-    Raises ValueError: there are no weights, or they are of another model.
-    """
+    """Fills `model`, whole or one rank's part, from what `save_weights` wrote. Raises ValueError: there are no weights, or they are of another model."""
     weights = spec.from_file(read_weights(folder))
     try:
         model.load_state_dict(weights)

@@ -175,10 +175,7 @@ def given_of(past: Past, config: PreTrainedConfig) -> Given:
 
 
 def layers_of(model: PreTrainedModel, first: int, last: int, parts: Parts | None = None) -> list[nn.Module]:
-    """The layers `first` to `last - 1` of ours, around the modules of `model`, which may have modules that are `Elsewhere` for others.
-
-    Raises ValueError: the model cannot be cut into stages, or was switched to what stages cannot do.
-    """
+    """Our layers `first` to `last - 1`, around the modules of `model`, of which others may be `Elsewhere`. Raises ValueError as `check_plain`."""
     check_plain(model)
     parts = parts or model_parts(model)
     owner = model.get_submodule(parts.owner)
@@ -198,10 +195,7 @@ def layers_of(model: PreTrainedModel, first: int, last: int, parts: Parts | None
 
 
 def check_plain(model: PreTrainedModel) -> None:
-    """Refuse a model that goes on with more than text, or with nothing, and what a model was switched to that stages do themselves.
-
-    Raises ValueError: with what to do.
-    """
+    """Raises ValueError: the model takes or gives more than text, or was switched to what stages do themselves; with what to do."""
     kind, config = type(model).__name__, model.config
     if config.get_text_config(decoder=True) is not config or getattr(config, "vision_config", None) is not None:
         raise ValueError(

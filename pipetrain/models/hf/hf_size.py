@@ -133,10 +133,7 @@ def check_transformers() -> None:
 
 
 def check_hf(config: ModelConfig) -> None:
-    """Refuse what is no causal language model of text, here on this machine, whose weights can be trained.
-
-    Raises ValueError: with the key, and what to do.
-    """
+    """Raises ValueError: it is no causal language model of text, here on this machine, whose weights can be trained."""
     if config.path is None:
         raise ValueError(
             "model=hf needs model.path: a folder that save_pretrained of transformers wrote, or a name of the hub, as in Qwen/Qwen2.5-7B-Instruct"

@@ -28,10 +28,7 @@ _ANY_LENGTH = 2048  # tokens of a sample, for a model whose config tells no long
 
 
 def spec_of_hf(model: PreTrainedModel) -> ModelSpec:
-    """The bundle of a model that every rank has whole: its stages train the very parameters of `model`.
-
-    Raises ValueError: it cannot be cut into stages; the message has the reason.
-    """
+    """The bundle of a model that every rank has whole: its stages train its very parameters. Raises ValueError: it cannot be cut."""
     check_plain(model)
     parts = model_parts(model)
     modules = dict(enumerate(layers_of(model, 0, parts.num_layers, parts)))

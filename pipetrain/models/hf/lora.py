@@ -29,10 +29,7 @@ _SALT = 0x10A  # the adapters' seeds are none of the weights' own
 
 
 def add_adapters(model: PreTrainedModel, parts: Parts, config: LoraConfig, *, seed: int) -> None:
-    """Puts adapters beside the linear layers of `model`, whole or pruned, in place; all else of it is trained no more.
-
-    Raises ValueError: PEFT is not installed, or cannot do it.
-    """
+    """Puts adapters beside linear layers of `model`, whole or pruned; all else is trained no more. Raises ValueError: PEFT is missing."""
     assert config.rank is not None
     targets = _targets(model, parts, config)
     for parameter in model.parameters():
@@ -52,10 +49,7 @@ def add_adapters(model: PreTrainedModel, parts: Parts, config: LoraConfig, *, se
 
 
 def check_targets(model: PreTrainedModel, parts: Parts, config: LoraConfig) -> None:
-    """Whether each of `model.lora.targets` is a linear layer of the whole `model`, which may be on the meta device.
-
-    Raises ValueError: with the nearest name.
-    """
+    """Raises ValueError: one of `model.lora.targets` is no linear layer of the whole `model`, which may be on the meta device."""
     count = parts.num_decoder_layers
     for number in config.layers or ():
         if not 0 <= number < count:

@@ -117,10 +117,7 @@ class AsGiven(nn.Module):
 
 
 def model_parts(model: PreTrainedModel) -> Parts:
-    """The parts of a causal language model, whole, on the meta device, or with modules that are `Elsewhere`.
-
-    Raises ValueError: the model cannot be cut into stages; the message has its class and the reason.
-    """
+    """The parts of a model, whole, on meta, or with modules `Elsewhere`. Raises ValueError: it cannot be cut; the message has the reason."""
     try:
         layers, number = _list_of_layers(model)
         try:

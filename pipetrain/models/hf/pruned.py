@@ -90,10 +90,7 @@ def empty_model(source: HfSource) -> PreTrainedModel:
 
 
 def config_of(source: HfSource) -> PretrainedConfig:
-    """The config of a model, as transformers has it. Code that lies beside it is not run.
-
-    Raises ValueError: a kind of model that transformers does not have itself.
-    """
+    """The config as transformers has it. Code beside it is not run. Raises ValueError: a kind that transformers does not have itself."""
     try:
         return AutoConfig.from_pretrained(source.folder, trust_remote_code=False, local_files_only=True)
     except (ValueError, KeyError, OSError) as error:

@@ -33,10 +33,7 @@ class Router:
 
     @staticmethod
     def of(model: PreTrainedModel) -> Router | None:
-        """None where the model has no experts, or `output_router_logits` of its config, which asks for the loss, is not set.
-
-        Raises ValueError: the loss is asked for, and is another one than is computed here.
-        """
+        """None: no experts, or `output_router_logits` of its config does not ask for the loss. Raises ValueError: it is not known how."""
         if not getattr(model.config, "output_router_logits", False):
             return None
         coefficient = getattr(model, "router_aux_loss_coef", None)

@@ -66,10 +66,7 @@ class HfSource:
 
     @cached_property
     def weight_map(self) -> Mapping[str, Path]:
-        """Which file holds each weight, by the weight's name in the files; no file is opened where there is an index.
-
-        Raises ValueError: there are no safetensors files, one that the index names is missing, or one cannot be read.
-        """
+        """The file of each weight, by its name in the files; with an index none is opened. Raises ValueError: one is missing or cannot be read."""
         index, single = self.folder / INDEX, self.folder / WEIGHTS
         if single.is_file():
             try:
@@ -112,10 +109,7 @@ class HfSource:
 
 
 def find_source(path: str, revision: str | None = None) -> HfSource:
-    """The model that `model.path` names, a folder or a name of the hub that is in its cache on this machine.
-
-    Raises ValueError: it is not here, or its config.json cannot be read.
-    """
+    """The model in this folder, or of this name in the hub's cache. Raises ValueError: it is not here, or its config.json cannot be read."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         cached = cached_folder(path, revision)
