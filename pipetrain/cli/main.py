@@ -1,19 +1,79 @@
-"""The `pipetrain` command: which subcommand is meant, and what is said where it fails.
+"""The `pipetrain` command: what a subcommand is and says, which one is meant, and what is said where it fails.
 
 Each subcommand has a file of its own, loaded when it is meant, and loads torch when it runs, so that the light ones stay fast.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import importlib
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from pipetrain.cli.command import STDOUT, Command, Parser, refuse, say
 from pipetrain.config.renamed import current_overrides
 from pipetrain.launcher.outcome import Exit
+
+Parser = argparse.ArgumentParser
+Arguments = argparse.Namespace
+STDOUT = "-"
+_OVERRIDES = "KEY=VALUE, as in steps=50 recompute.mode=inline; or a group by name, as in data=text model=gpt2"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: its options, and what it does (the exit code is what it returns)."""
+
+    add_arguments: Callable[[Parser], None]
+    run: Callable[[Arguments], int]
+
+
+def add_overrides(parser: Parser) -> None:
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+
+
+def add_json(parser: Parser) -> None:
+    parser.add_argument("--json", metavar="FILE", help="JSON to stdout, and nothing else there; --json=FILE writes it")
+
+
+def add_run(parser: Parser) -> None:
+    parser.add_argument("run", nargs="?", default="latest", metavar="RUN", help="a run folder, or `latest` (default)")
+
+
+def present(arguments: Arguments, text: Callable[[], str], values: Callable[[], object]) -> None:
+    """What a command found: as text (empty: there is none), unless JSON goes to stdout, and as JSON where that is asked for.
+
+    Raises:
+        ValueError: the file for JSON cannot be written.
+    """
+    if arguments.json is not None:
+        written = json.dumps(values(), indent=2) + "\n"
+        if arguments.json == STDOUT:
+            sys.stdout.write(written)
+            return
+        try:
+            Path(arguments.json).write_text(written)
+        except OSError as error:
+            raise ValueError(f"{arguments.json}: cannot be written ({error.strerror})") from error
+    if words := text():
+        print(words, flush=True)
+
+
+def say(text: str) -> None:
+    """A line for the user, on stderr."""
+    print(f"pipetrain: {text}", file=sys.stderr, flush=True)
+
+
+def refuse(message: str, code: Exit = Exit.WRONG_INPUT) -> int:
+    """Says why in one line on stderr; returns the exit code."""
+    say(message)
+    return code
+
+
+# Which subcommand is meant -------------------------------------------------------------------------------------------
 
 COMMANDS = {
     "train": "train a model over pipeline stages",

@@ -18,8 +18,17 @@ from pathlib import Path
 
 from pipetrain.comm.address import check_a_port_is_free, is_rank
 from pipetrain.launcher.nodes import EndedEarly, Nodes, passing_signals_on
-from pipetrain.launcher.outcome import FOLDER_VARIABLE, LAUNCHER_VARIABLE, Exit, Outcome, collect, processes, run_dir_of
-from pipetrain.launcher.stop import ONE_REQUEST_SECONDS, SIGNALS
+from pipetrain.launcher.outcome import (
+    FOLDER_VARIABLE,
+    LAUNCHER_VARIABLE,
+    ONE_REQUEST_SECONDS,
+    SIGNALS,
+    Exit,
+    Outcome,
+    collect,
+    processes,
+    run_dir_of,
+)
 
 # What ranks get to end a step and write their report before torchrun kills them.
 GRACE_SECONDS = 120
