@@ -17,8 +17,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
-from pipetrain.launcher.stuck import watch_torchrun
-
 FOLDER_VARIABLE = "PIPETRAIN_OUTCOME_DIR"  # set by the launcher for its ranks
 LAUNCHER_VARIABLE = "PIPETRAIN_LAUNCHER"  # its process id, likewise
 _RUN_DIR = "run-dir"
@@ -89,8 +87,6 @@ def end(outcome: Outcome) -> int:
 
     Under a launcher a run that was stopped ends with 0: anything else makes torchrun end the ranks that still write.
     """
-    if outcome.code == Exit.FAILED:
-        watch_torchrun(outcome.message if has_launcher() else "")
     if has_launcher():
         leave(outcome)
         return Exit.DONE if outcome.code == Exit.STOPPED else outcome.code
