@@ -32,8 +32,15 @@ from pipetrain.data.batches import PhasedBatches
 from pipetrain.data.dataset import Data, open_data
 from pipetrain.engine.available import check_available, check_engine
 from pipetrain.engine.engine import make_engine
-from pipetrain.launcher.outcome import Exit, Outcome, announce_run_dir, leave_process, run_as_rank
-from pipetrain.launcher.stop import StopRequest, ending_with_the_launcher
+from pipetrain.launcher.outcome import (
+    Exit,
+    Outcome,
+    StopRequest,
+    announce_run_dir,
+    ending_with_the_launcher,
+    leave_process,
+    run_as_rank,
+)
 from pipetrain.models.hf.source import bring_model
 from pipetrain.models.size import size_of
 from pipetrain.models.spec import ModelSpec, make_spec
@@ -41,7 +48,7 @@ from pipetrain.monitor.folder import RunFolder
 from pipetrain.monitor.recorder import Recorder
 from pipetrain.monitor.report import measured_steps
 from pipetrain.monitor.stragglers import StragglerWatch
-from pipetrain.monitor.trackers.tracker import check_trackers
+from pipetrain.monitor.trackers import check_trackers
 from pipetrain.plan.mesh import RankPlace, rank_places
 from pipetrain.plan.world import world_of
 from pipetrain.schedule.csv_file import write_csv
@@ -51,9 +58,8 @@ from pipetrain.snapshot.start import AUTO as AUTO_RESUME
 from pipetrain.snapshot.start import check_start
 from pipetrain.trainer.agree import agreed_folder, check_all_read_the_same, from_first
 from pipetrain.trainer.guard import Guard
-from pipetrain.trainer.over_replicas import OverReplicas, TokensSeen
 from pipetrain.trainer.prepare import PreparedPhase, prepare_phases
-from pipetrain.trainer.steps import PhaseSteps, Steps, equal_work, phase_of
+from pipetrain.trainer.steps import OverReplicas, PhaseSteps, Steps, TokensSeen, equal_work, phase_of
 
 gc.freeze()  # nor is any of them looked at later
 gc.enable()

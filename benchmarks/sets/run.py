@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipetrain.monitor.memory import bytes_over_time
+from pipetrain.monitor.breakdown import bytes_over_time
 from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.simulate import simulate
 

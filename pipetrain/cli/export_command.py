@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.command import Arguments, Command, Parser, add_run, say
+from pipetrain.cli.main import Arguments, Command, Parser, add_run, say
 from pipetrain.config.load import read
 from pipetrain.config.records import HUGGING_FACE
 from pipetrain.launcher.outcome import Exit

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from pipetrain.cli.command import Arguments, Command, Parser, add_run, say
+from pipetrain.cli.main import Arguments, Command, Parser, add_run, say
 from pipetrain.comm.address import is_rank
 from pipetrain.config.load import read
 from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, RunConfig
@@ -173,7 +173,7 @@ def _be_a_rank(config: RunConfig, folder: RunFolder, arguments: Arguments) -> No
 
     from pipetrain.comm.failure import PipelineError
     from pipetrain.comm.own_device import set_variables_of_gpus
-    from pipetrain.launcher.stop import ending_with_the_launcher
+    from pipetrain.launcher.outcome import ending_with_the_launcher
     from pipetrain.trainer.generate import generate
 
     def work(rank: int) -> Outcome:

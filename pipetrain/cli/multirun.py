@@ -25,7 +25,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from pipetrain.cli.command import Arguments, present, refuse
+from pipetrain.cli.main import Arguments, present, refuse
 from pipetrain.cli.report_command import reported
 from pipetrain.config.load import conf_dir, load
 from pipetrain.config.problem import ConfigError

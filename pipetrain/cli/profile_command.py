@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from pipetrain.cli.command import Arguments, Command, Parser, add_json, add_overrides, present, say
+from pipetrain.cli.main import Arguments, Command, Parser, add_json, add_overrides, present, say
 from pipetrain.config.load import load
 from pipetrain.config.records import WEIGHTS_IN, RunConfig
 from pipetrain.config.together import check_run

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.command import Arguments, Command, Parser, add_json, present, refuse
+from pipetrain.cli.main import Arguments, Command, Parser, add_json, present, refuse
 from pipetrain.config.load import read
 from pipetrain.config.phases import leaves
 from pipetrain.config.problem import shown

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.command import Arguments, Command, Parser, add_json, add_overrides, present
+from pipetrain.cli.main import Arguments, Command, Parser, add_json, add_overrides, present
 from pipetrain.config.load import load
 from pipetrain.config.phases import phases_of
 from pipetrain.config.records import RunConfig

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from pipetrain.cli.command import Arguments, Command, Parser, add_overrides, say
+from pipetrain.cli.main import Arguments, Command, Parser, add_overrides, say
 from pipetrain.config.load import load
 from pipetrain.config.records import RunConfig
 from pipetrain.launcher.outcome import Exit

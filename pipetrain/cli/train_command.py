@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from pipetrain.cli.command import STDOUT, Arguments, Command, Parser, add_json, add_overrides, present, say
+from pipetrain.cli.main import STDOUT, Arguments, Command, Parser, add_json, add_overrides, present, say
 from pipetrain.cli.report_command import reported
 from pipetrain.comm.address import is_rank
 from pipetrain.config.load import load
@@ -18,7 +18,7 @@ from pipetrain.launcher.slurm.job import check_commands, how_to_go_on, job_scrip
 from pipetrain.models.hf.source import bring_model
 from pipetrain.monitor.claim import check_unclaimed
 from pipetrain.monitor.folder import check_free, choose_folder, reserve_folder
-from pipetrain.monitor.trackers.tracker import check_trackers
+from pipetrain.monitor.trackers import check_trackers
 from pipetrain.schedule.bound import proof_of
 from pipetrain.snapshot.start import AUTO, check_start
 from pipetrain.trainer.prepare import Run, prepare_phases

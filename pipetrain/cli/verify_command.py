@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from pipetrain.cli.command import Arguments, Command, Parser, add_json, present, say
+from pipetrain.cli.main import Arguments, Command, Parser, add_json, present, say
 from pipetrain.launcher.outcome import Exit
 
 _LAYERS = (

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -18,13 +19,25 @@ from pathlib import Path
 
 from pipetrain.comm.address import check_a_port_is_free, is_rank
 from pipetrain.launcher.nodes import EndedEarly, Nodes, passing_signals_on
-from pipetrain.launcher.outcome import FOLDER_VARIABLE, LAUNCHER_VARIABLE, Exit, Outcome, collect, processes, run_dir_of
-from pipetrain.launcher.stop import ONE_REQUEST_SECONDS, SIGNALS
+from pipetrain.launcher.outcome import (
+    FOLDER_VARIABLE,
+    LAUNCHER_VARIABLE,
+    ONE_REQUEST_SECONDS,
+    SIGNALS,
+    Exit,
+    Outcome,
+    collect,
+    leave_process,
+    processes,
+    run_dir_of,
+)
 
 # What ranks get to end a step and write their report before torchrun kills them.
 GRACE_SECONDS = 120
 # From the first failure that a rank has left until the others are killed: what they get to write their own message.
 REMAINS_SECONDS = 5.0
+# What torchrun may then take to end itself.
+TORCHRUN_SECONDS = 15.0
 _LOOK_SECONDS = 0.2
 _LOOPBACK = "lo"
 _SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"  # torchrun passes them on to the ranks
@@ -167,6 +180,16 @@ def _watch(folder: Path, signals: socket.socket) -> None:
             for process in processes(folder):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process, signal.SIGKILL)  # torchrun makes each rank the leader of a process group
-            return
+            break
         if signum[0] in SIGNALS:
             asked_at = min(asked_at, now)
+    signals.settimeout(TORCHRUN_SECONDS)
+    try:
+        while signals.recv(1):
+            pass
+    except TimeoutError:  # it would do so for as long as TCP tries: a quarter of an hour
+        outcome = sum_up(collect(folder), "", None)
+        shutil.rmtree(folder, ignore_errors=True)
+        for text in ("torchrun waits for its store over a link that seems cut; it has been ended", outcome.message):
+            print(f"pipetrain: {text}", file=sys.stderr)
+        leave_process(outcome.code)

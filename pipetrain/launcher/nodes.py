@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from pipetrain.config.records import ClusterConfig, PipelineConfig
-from pipetrain.launcher.outcome import Exit
-from pipetrain.launcher.stop import SIGNALS
+from pipetrain.launcher.outcome import SIGNALS, Exit
 
 # What torchrun may treat in its own way: it would end without the other machines, whose torchruns then wait five minutes for it.
 SIGNALS_OF_TORCHRUN = "SIGHUP,SIGQUIT"

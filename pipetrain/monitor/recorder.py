@@ -18,10 +18,10 @@ from pipetrain.monitor.draw.page import run_page, slowest_of
 from pipetrain.monitor.draw.table import number
 from pipetrain.monitor.folder import RunFolder
 from pipetrain.monitor.lines import EventFile
-from pipetrain.monitor.metrics import StepMetrics
 from pipetrain.monitor.report import RunReport, as_markdown, read_report, write_report
 from pipetrain.monitor.shown import Shown
-from pipetrain.monitor.trackers.tracker import Ending, Trackers, make_trackers
+from pipetrain.monitor.step_report import StepMetrics
+from pipetrain.monitor.trackers import Ending, Trackers, make_trackers
 from pipetrain.plan.plan import Plan
 from pipetrain.plan.profile import Profile
 from pipetrain.schedule.csv_file import write_csv

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.monitor.draw.table import Table, number, size
-from pipetrain.monitor.metrics import PerRank, StepMetrics, perplexity_of
 from pipetrain.monitor.residuals import FIRST_COMPARED_STEP, MEASURED_STEPS, measure_costs
 from pipetrain.monitor.shown import Shown, show_schedule
-from pipetrain.monitor.step_report import Report, StepFigures
+from pipetrain.monitor.step_report import PerRank, Report, StepFigures, StepMetrics, perplexity_of
 from pipetrain.monitor.stragglers import Straggler
 from pipetrain.plan.mesh import RankPlace, name_of, num_replicas_of
 from pipetrain.schedule.bound import bound_of

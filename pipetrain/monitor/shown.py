@@ -7,8 +7,14 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from pipetrain.monitor.breakdown import RankBreakdown, break_down, bubble_fraction, exposed_intervals
-from pipetrain.monitor.memory import bytes_over_time, stash_over_time
+from pipetrain.monitor.breakdown import (
+    RankBreakdown,
+    break_down,
+    bubble_fraction,
+    bytes_over_time,
+    exposed_intervals,
+    stash_over_time,
+)
 from pipetrain.plan.mesh import RankPlace
 from pipetrain.schedule.bound import bound_of, proof_of, proven_gap
 from pipetrain.schedule.check import check

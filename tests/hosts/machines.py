@@ -46,6 +46,16 @@ def start_run(
     ]
 
 
+def start_command(network: Hosts, folder: pathlib.Path, *options: str) -> list[Process]:
+    """Starts `pipetrain train` on every host, a rank each, as srun does."""
+    number = len(network.hosts)
+    where = [f"cluster.num_nodes={number}", "cluster.ranks_per_node=1", f"pipeline.num_stages={number}"]
+    where.append(f"cluster.rendezvous={network.hosts[0].address}:{PORT}")
+    words = [sys.executable, "-m", "pipetrain.cli", "train", *RUN, *where, *options]
+    tasks = ({"SLURM_STEP_NUM_TASKS": str(number), "SLURM_PROCID": str(task)} for task in range(number))
+    return [start(host.command(words), folder, environment() | task) for host, task in zip(network.hosts, tasks)]
+
+
 def start_torchrun(
     network: Hosts, host: Host, folder: pathlib.Path, *options: str, package: pathlib.Path = ROOT
 ) -> Process:

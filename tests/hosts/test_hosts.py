@@ -16,6 +16,7 @@ from machines import (
     environment,
     losses_of,
     start,
+    start_command,
     start_run,
     wait_until,
 )
@@ -80,7 +81,7 @@ def test_a_link_that_is_cut_in_a_step(folder: pathlib.Path) -> None:
     options = ["run_dir=cut", "snapshot.every_steps=1", "resume=auto", *WIDE]
     with hosts(2) as network:
         network.hosts[1].slow(SLOW_MEGABITS)
-        processes = start_run(network, folder, f"timeout_seconds={TIMEOUT_SECONDS}", *options)
+        processes = start_command(network, folder, f"timeout_seconds={TIMEOUT_SECONDS}", *options)
         wait_until(lambda: len(steps_in(folder / "cut" / "snapshots")) > 0, processes)
         network.hosts[1].cut()
         ended = [end(process) for process in processes]
@@ -91,7 +92,7 @@ def test_a_link_that_is_cut_in_a_step(folder: pathlib.Path) -> None:
             assert f" from rank {1 - rank}, and nothing came for {TIMEOUT_SECONDS} s (timeout_seconds)" in told[0]
         assert len(metrics_of(folder / "cut")) < STEPS
         network.hosts[1].repair()
-        resumed = [end(process) for process in start_run(network, folder, *options)]
+        resumed = [end(process) for process in start_command(network, folder, *options)]
         assert [code for code, _ in resumed] == [0, 0], resumed
         assert "pipetrain: going on from " in resumed[0][1] + resumed[1][1]
     assert losses_of(folder / "cut") == losses_of(folder / "one-host-wide")

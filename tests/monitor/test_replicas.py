@@ -16,13 +16,12 @@ from pipetrain.monitor.breakdown import break_down, break_down_replicas
 from pipetrain.monitor.draw.page import run_page
 from pipetrain.monitor.folder import RunFolder
 from pipetrain.monitor.lines import EventFile
-from pipetrain.monitor.metrics import metrics_of
 from pipetrain.monitor.recorder import Recorder
 from pipetrain.monitor.report import as_markdown, measured_and_predicted, read_report, remarks, write_report
 from pipetrain.monitor.residuals import measure_costs, op_seconds, residuals
-from pipetrain.monitor.step_report import RankReport, Report, StepFigures, StepResult
+from pipetrain.monitor.step_report import RankReport, Report, StepFigures, StepResult, metrics_of
 from pipetrain.monitor.stragglers import Straggler
-from pipetrain.monitor.trackers.tracker import Tracker, Trackers, figures
+from pipetrain.monitor.trackers import Tracker, Trackers, figures
 from pipetrain.plan.mesh import RankPlace
 from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.costs import Costs

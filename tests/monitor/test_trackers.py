@@ -17,9 +17,8 @@ from pipetrain.cli.main import main
 from pipetrain.config.load import load
 from pipetrain.monitor.folder import RunFolder
 from pipetrain.monitor.lines import read_lines
-from pipetrain.monitor.metrics import StepMetrics
-from pipetrain.monitor.trackers.tensorboard import TensorBoardTracker
-from pipetrain.monitor.trackers.tracker import Ending, JsonLines, Tracker, Trackers, figures, make_trackers
+from pipetrain.monitor.step_report import StepMetrics
+from pipetrain.monitor.trackers import Ending, JsonLines, TensorBoardTracker, Tracker, Trackers, figures, make_trackers
 
 METRICS = StepMetrics(
     step=3,

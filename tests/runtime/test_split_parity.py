@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from pipetrain.config.records import ModelConfig
 from pipetrain.models.loss import next_token_loss
 from pipetrain.models.transformer import transformer_layers
-from pipetrain.monitor.memory import bytes_over_time
+from pipetrain.monitor.breakdown import bytes_over_time
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step

@@ -3,9 +3,8 @@
 import pytest
 from shows import show
 
-from pipetrain.monitor.breakdown import break_down, bubble_fraction
+from pipetrain.monitor.breakdown import break_down, bubble_fraction, bytes_over_time, sets_over_time
 from pipetrain.monitor.draw.page import schedules_table
-from pipetrain.monitor.memory import bytes_over_time, sets_over_time
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.make import make_schedule

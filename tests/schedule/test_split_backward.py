@@ -9,10 +9,10 @@ from random_schedules import with_lane
 from shows import show
 from spelled import lane, waits
 
+from pipetrain.monitor.breakdown import bytes_over_time, sets_over_time
 from pipetrain.monitor.draw.page import html
 from pipetrain.monitor.draw.svg import svg
 from pipetrain.monitor.draw.terminal import staircase
-from pipetrain.monitor.memory import bytes_over_time, sets_over_time
 from pipetrain.monitor.shown import Shown, chrome_trace
 from pipetrain.schedule.alive import peak_sets, peak_stash
 from pipetrain.schedule.bound import bound, bound_of

@@ -135,3 +135,28 @@ def test_a_run_that_is_stopped_on_request_is_left_alone(
     assert process.poll() is None
     process.communicate(b"\n", timeout=PATIENCE_SECONDS)
     assert process.returncode == 0
+
+
+WAITS = """
+import sys, time
+from pathlib import Path
+from pipetrain.launcher import launch
+from pipetrain.launcher.outcome import Exit, Outcome, leave
+launch.REMAINS_SECONDS, launch.TORCHRUN_SECONDS = 0.0, 0.1
+with launch.remains_ended(Path(sys.argv[1])):
+    leave(Outcome(0, Exit.FAILED, "rank 0 waits for rank 1"))
+    time.sleep(600)
+"""
+
+
+def test_a_torchrun_that_waits_for_a_store_out_of_reach_is_ended(tmp_path: pathlib.Path) -> None:
+    """Its link is cut, and all of its ranks have ended."""
+    (tmp_path / "outcomes").mkdir()
+    process = begin(tmp_path, [sys.executable, "-c", WAITS, "outcomes"], **{FOLDER_VARIABLE: "outcomes"})
+    code, stderr = end(process)
+    assert code == Exit.FAILED
+    assert stderr == (
+        "pipetrain: torchrun waits for its store over a link that seems cut; it has been ended\n"
+        "pipetrain: rank 0 waits for rank 1\n"
+    )
+    assert list(tmp_path.iterdir()) == []

@@ -19,7 +19,7 @@ from pipetrain.schedule.make import make_schedule
 from pipetrain.snapshot.start import told_of_replicas
 from pipetrain.snapshot.state import RunState
 from pipetrain.train import main
-from pipetrain.trainer.over_replicas import OverReplicas, Tokens
+from pipetrain.trainer.steps import OverReplicas, Tokens
 
 CPU = torch.device("cpu")
 LARGER = (

@@ -13,7 +13,7 @@ import pytest
 from commands import is_alive
 from ranks import NEVER_SECONDS, PATIENCE_SECONDS
 
-from pipetrain.launcher.stop import StopRequest
+from pipetrain.launcher.outcome import StopRequest
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -31,7 +31,7 @@ def test_a_second_signal_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     clock = iter([100.0, 100.5, 102.0])
-    monkeypatch.setattr("pipetrain.launcher.stop.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("pipetrain.launcher.outcome.time.monotonic", lambda: next(clock))
     with StopRequest():
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGTERM)
@@ -45,7 +45,7 @@ def test_a_launcher_that_is_gone_is_a_request(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_importing_the_handlers_needs_no_torch() -> None:
-    program = "import sys, pipetrain.launcher.stop, pipetrain.launcher.outcome, pipetrain.launcher.launch; sys.exit('torch' in sys.modules)"
+    program = "import sys, pipetrain.launcher.outcome, pipetrain.launcher.outcome, pipetrain.launcher.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
+from pipetrain.monitor.breakdown import Curve, bytes_over_time, sets_over_time
 from pipetrain.monitor.draw.palette import LOOKS, THEME, drawn_kinds, looks_of
 from pipetrain.monitor.draw.table import number, size
-from pipetrain.monitor.memory import Curve, bytes_over_time, sets_over_time
 from pipetrain.monitor.shown import Shown
 from pipetrain.schedule.events import OpEvent, ran_beside
 from pipetrain.schedule.op import Lane
