@@ -192,7 +192,9 @@ def is_refused_and_goes_on(call: str) -> str:
                 "whole gradient": lambda: pipeline.step((good[0], Whole(good[0].clone().requires_grad_())), good[1]),
                 "inference": lambda: pipeline.step(made_there, good[1]),
                 "scale": lambda: pipeline.step(*good, scale=math.nan),
+                "no scale": lambda: pipeline.step(*good, scale=0),
                 "scale of text": lambda: pipeline.step(*good, scale="2"),
+                "scale in a tensor": lambda: pipeline.step(*good, scale=torch.tensor(2.0)),
                 "no_grad": lambda: torch.no_grad()(pipeline.step)(*good),
                 "inference_mode": lambda: torch.inference_mode()(pipeline.step)(*good),
             }[call]()
@@ -214,6 +216,8 @@ BATCHES = {
     "whole gradient": r"inputs\[1\] \(Whole\) requires a gradient",
     "inference": r"inputs was made under torch.inference_mode\(\), .* give its .clone\(\)",
     "scale": r"step was given scale=nan: a finite number other than 0",
+    "no scale": r"step was given scale=0: a finite number other than 0",
+    "scale in a tensor": r"step was given scale=tensor\(2.\): a finite number",
     "scale of text": r"step was given scale='2': a finite number other than 0",
     "no_grad": r"step was called under torch.no_grad\(\), where no gradients are made",
     "inference_mode": r"step was called under torch.inference_mode\(\), where no gradients are made",
