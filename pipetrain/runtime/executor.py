@@ -23,7 +23,7 @@ from pipetrain.comm.failure import FailureBoard, Monitor, PipelineError
 from pipetrain.comm.lanes import Lanes
 from pipetrain.comm.transport import Transport, fixed_leaves, wanted
 from pipetrain.runtime.gradients import SharedGradients
-from pipetrain.runtime.program import COMPUTING, OpEntry, Places, Program, Turns
+from pipetrain.runtime.program import COMPUTING, Places, Program, ProgramEntry, Turns
 from pipetrain.schedule.grid import grid
 from pipetrain.schedule.op import Kind, Op
 from pipetrain.stage.microbatch import StageInput, StageOutput
@@ -129,7 +129,7 @@ class Executor:
             for stage in self._stages.values():
                 stage.prepare(past)
 
-    def _run(self, program: Program, entry: OpEntry, step: Step) -> bool:
+    def _run(self, program: Program, entry: ProgramEntry, step: Step) -> bool:
         """Run or start one op; whether it has ended: a transfer is under way then."""
         op, lane = entry.op, entry.lane
         self._monitor.doing = op
@@ -159,7 +159,7 @@ class Executor:
 
     # The table ----------------------------------------------------------------------------------------------------
 
-    def _forward(self, entry: OpEntry, step: Step) -> None:
+    def _forward(self, entry: ProgramEntry, step: Step) -> None:
         op, stage, number = entry.op, self._stages[entry.op.stage], entry.microbatch
         taken = None if entry.reads is None else self._taken(entry.reads, entry)
         given = _stage_input(step, number, taken, is_last=entry.is_last)  # [1]
@@ -183,11 +183,11 @@ class Executor:
         elif entry.is_last:
             step.outputs[number] = pytree.tree_unflatten(list(output.leaves), output.spec)
 
-    def _recompute(self, entry: OpEntry, _: Step) -> None:
+    def _recompute(self, entry: ProgramEntry, _: Step) -> None:
         with self._lanes.timed(entry.lane, entry.op):
             self._stages[entry.op.stage].recompute(entry.microbatch, entry.op.part)
 
-    def _backward(self, entry: OpEntry, step: Step) -> None:
+    def _backward(self, entry: ProgramEntry, step: Step) -> None:
         op, stage = entry.op, self._stages[entry.op.stage]
         given = () if entry.reads is None else self._taken(entry.reads, entry).leaves
         with self._lanes.timed(entry.lane, op):
@@ -195,23 +195,23 @@ class Executor:
         if entry.writes is not None:
             self._given[entry.writes] = _Boundary(gradients)
 
-    def _backward_weights(self, entry: OpEntry, _: Step) -> None:
+    def _backward_weights(self, entry: ProgramEntry, _: Step) -> None:
         with self._lanes.timed(entry.lane, entry.op):
             self._stages[entry.op.stage].backward_weights(entry.microbatch)
 
-    def _send(self, entry: OpEntry, _: Step) -> None:
+    def _send(self, entry: ProgramEntry, _: Step) -> None:
         given = self._given.pop(entry.op)
         wants_gradient = [leaf in given.wants_gradient for leaf in range(len(given.leaves))]
         self._transport.send(entry.op, given.leaves, wants_gradient, given.spec, given.fixed)
 
-    def _receive(self, entry: OpEntry, _: Step) -> None:
+    def _receive(self, entry: ProgramEntry, _: Step) -> None:
         self._transport.post(entry.op)
 
-    def _reduce(self, entry: OpEntry, _: Step) -> None:
+    def _reduce(self, entry: ProgramEntry, _: Step) -> None:
         op = entry.op
         self._transport.reduce(op, self._shared.given(op), functools.partial(self._shared.settle, op))
 
-    def _taken(self, source: Op, entry: OpEntry) -> _Boundary:
+    def _taken(self, source: Op, entry: ProgramEntry) -> _Boundary:
         """What the neighbouring stage gave: by a message, or on this rank."""
         if not entry.is_received:
             return self._given.pop(source)
@@ -227,7 +227,7 @@ class Executor:
         for stage in self._stages.values():
             stage.end_step()
 
-    def _report(self, error: BaseException, program: Program, entry: OpEntry, step: Step) -> None:
+    def _report(self, error: BaseException, program: Program, entry: ProgramEntry, step: Step) -> None:
         """Say where it happened: to the other ranks on the board, to this one in a note."""
         place = f"{self._monitor.name} failed in {entry.op} ({entry.lane} lane, step {step.index})"
         first_line = (str(error).strip().splitlines() or [""])[0]
@@ -272,7 +272,7 @@ def _stage_input(step: Step, microbatch: int, taken: _Boundary | None, *, is_las
 
 
 # What an op of each kind that `runs` by its row does: a new kind is one entry here, one method above, and what its stage does.
-_TABLE: Mapping[Kind, Callable[[Executor, OpEntry, Step], None]] = {
+_TABLE: Mapping[Kind, Callable[[Executor, ProgramEntry, Step], None]] = {
     Kind.F: Executor._forward,
     Kind.R: Executor._recompute,
     Kind.B: Executor._backward,

@@ -25,7 +25,7 @@ Places = frozenset[tuple[int, int | None]]  # (stage, microbatch)
 
 
 @dataclass(frozen=True, slots=True)
-class OpEntry:
+class ProgramEntry:
     """An op of a rank, and what its run asks of the schedule.
 
     `reads` is the op that brings its boundary tensor: a receive (`is_received`), or an op of this rank. `writes` is the op under which it
@@ -45,13 +45,13 @@ class OpEntry:
     is_last: bool  # of the last stage
 
     @staticmethod
-    def of(schedule: Schedule, op: Op, lane: Lane, recomputed: Places, split: Places) -> OpEntry:
+    def of(schedule: Schedule, op: Op, lane: Lane, recomputed: Places, split: Places) -> ProgramEntry:
         place, row, writes = (op.stage, op.microbatch), op.kind.row, None
         if row.send_kind is not None and row.direction is not None and writes_boundary(op):
             first = 0 if row.direction is Direction.FORWARD else schedule.first_backward
             if first <= op.stage + row.direction < schedule.num_stages:
                 writes = send_of(schedule, op) or op
-        return OpEntry(
+        return ProgramEntry(
             op,
             lane,
             -1 if op.microbatch is None else op.microbatch,
@@ -77,7 +77,7 @@ class Program:
     schedule: Schedule
     ops: tuple[Op, ...]
     number: dict[Op, int]
-    entries: tuple[OpEntry, ...]
+    entries: tuple[ProgramEntry, ...]
     queues: tuple[range, ...]
     followers: tuple[tuple[int, ...], ...]
     recomputed: Places
@@ -95,7 +95,7 @@ class Program:
         lane_of = {op: lane for lane, own in schedule.lanes[rank].items() for op in own}
         recomputed = frozenset((op.stage, op.microbatch) for op in ops if op.kind is RECOMPUTE)
         split = frozenset((op.stage, op.microbatch) for op in ops if op.kind in FINISHING)
-        entries = tuple(OpEntry.of(schedule, op, lane_of[op], recomputed, split) for op in ops)
+        entries = tuple(ProgramEntry.of(schedule, op, lane_of[op], recomputed, split) for op in ops)
         followers: list[list[int]] = [[] for _ in ops]
         for place, entry in enumerate(entries):
             for awaited in entry.waits:

@@ -22,7 +22,7 @@ MUTANTS = (
         "pipetrain/runtime/gradients.py",
         "    if not is_number(max_norm) or not max_norm >= 0:",
         "    if False:",
-        ("tests/regressions/test_clipped_norm.py", "-k", "norm_that_is_none"),
+        ("tests/runtime/test_clipping.py", "-k", "norm_that_is_none"),
     ),
     Mutant(
         "a mistake in clipping stays on its rank",

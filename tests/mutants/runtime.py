@@ -85,7 +85,7 @@ MUTANTS = (
         "pipetrain/runtime/arguments.py",
         "    if torch.is_grad_enabled():\n",
         "    if True:\n",
-        ("tests/regressions/test_needed_gradients.py", "-k", "no_gradients"),
+        ("tests/runtime/test_bad_input.py", "-k", "cannot_be_cut"),
     ),
     Mutant(
         "a method hides its module",
@@ -99,7 +99,7 @@ MUTANTS = (
         "pipetrain/runtime/arguments.py",
         "    if not is_number(seconds) or not 0 < seconds",
         "    if not is_number(seconds) or not -9 < seconds",
-        ("tests/regressions/test_wrong_arguments.py", "-k", "no_numbers"),
+        ("tests/runtime/test_bad_input.py", "-k", "arguments_that_do_not_fit"),
     ),
     Mutant(
         "a plan's receives ahead are not obeyed",
@@ -127,7 +127,7 @@ MUTANTS = (
         "pipetrain/runtime/agreement.py",
         "if weight == 0]",
         "if weight < 0]",
-        ("tests/regressions/test_uncounted_microbatches.py", "-k", "counts_nothing"),
+        ("tests/runtime/test_counting.py", "-k", "plain_loop"),
     ),
     Mutant(
         "forms are taken to be known of microbatches that never came",
@@ -163,7 +163,7 @@ MUTANTS = (
         "    if is_number and 0 <= value < math.inf:\n"
         "        return int(value) if isinstance(value, numbers.Integral) else float(value)",
         "    return found",
-        ("tests/regressions/test_uncounted_microbatches.py", "-k", "count_that_is_no_number"),
+        ("tests/runtime/test_counting.py", "-k", "no_count"),
     ),
     Mutant(
         "the weight of the uneven microbatch",
@@ -261,21 +261,21 @@ MUTANTS = (
         "pipetrain/runtime/arguments.py",
         "    if with_graph and tensor.requires_grad:",
         "    if False:",
-        ("tests/regressions/test_needed_gradients.py", "-k", "inputs_that_require"),
+        ("tests/runtime/test_bad_input.py", "-k", "cannot_be_cut"),
     ),
     Mutant(
         "arrays go to every microbatch",
         "pipetrain/runtime/arguments.py",
         '    if hasattr(leaf, "__array__") and',
         "    if False and",
-        ("tests/regressions/test_wrong_arguments.py", "-k", "no_tensors"),
+        ("tests/runtime/test_bad_input.py", "-k", "cannot_be_cut"),
     ),
     Mutant(
         "lists of rows go to every microbatch",
         "pipetrain/runtime/arguments.py",
         "        _refuse_lists(batch, name, rows)",
         "        pass",
-        ("tests/regressions/test_wrong_arguments.py", "-k", "no_tensors"),
+        ("tests/runtime/test_bad_input.py", "-k", "cannot_be_cut"),
     ),
     Mutant(
         "whether losses are finite is asked one by one",
@@ -380,7 +380,7 @@ MUTANTS = (
         "pipetrain/runtime/runner.py",
         '            check_batch(targets, "targets", call.rows, with_graph=step.with_graph)\n',
         "",
-        ("tests/regressions/test_needed_gradients.py", "-k", "inputs_that_require"),
+        ("tests/runtime/test_bad_input.py", "-k", "last_rank_finds"),
     ),
     Mutant(
         "stages may share a buffer that changes",

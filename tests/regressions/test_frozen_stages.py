@@ -15,32 +15,6 @@ from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.make import make_schedule
 
 
-def step_with_a_frozen_first_stage() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    model[0].requires_grad_(False)
-    reference = copy.deepcopy(model)
-    inputs, targets = batch()
-    options = {"schedule": "interleaved", "stages_per_rank": 2, "timeout_seconds": NEVER_SECONDS}
-    with Pipeline(model, mean_square, num_microbatches=3, **options) as pipeline:
-        for step, frozen in enumerate((False, True, False)):
-            for layers in (model, reference):
-                layers[1].requires_grad_(not frozen)
-            loss = pipeline.step(inputs, targets)
-            assert torch.equal(
-                loss, reference_step(reference, mean_square, inputs, targets, num_microbatches=3, step=step)
-            )
-
-
-def test_frozen_first_stage_with_several_stages_per_rank() -> None:
-    """Symptom: with two stages per rank and stage 0 frozen, rank 1 waited in 1RECV_B0 until the time-out.
-
-    Cause: which stage is the first that needs a gradient was handed down the chain of ranks, so rank 0, which holds
-    stage 2, never heard that stage 1 on rank 1 does, and sent it no gradients.
-    """
-    run_ranks(2, step_with_a_frozen_first_stage)
-
-
 def bad_batch_after_unfreezing() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 
 import pytest
-import torch
-from beside_the_loop import ALWAYS, EVERY_MODE, batch, check, mean_square
+from beside_the_loop import EVERY_MODE, batch, check, mean_square
 from parity_cases import Case, check_case
 from ranks import run_ranks
 from torch import Tensor, nn
 
 from pipetrain.runtime.pipeline import Pipeline
-from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.policy import RecomputePolicy
 
 
@@ -61,41 +59,3 @@ def test_loss_that_needs_no_gradient(recompute: RecomputePolicy) -> None:
     pipeline = Pipeline(layers, mean_square, num_microbatches=3, num_stages=2, stages_per_rank=2, recompute=recompute)
     with pytest.raises(ValueError, match=r"loss_fn returned a loss that needs no gradient, although .*detach\(\)"):
         pipeline.step(*batch())
-
-
-def test_a_step_where_no_gradients_are_made() -> None:
-    """Symptom: `step` under `no_grad` or `inference_mode` ended in an internal KeyError or in autograd's words, in the midst of its ops.
-
-    Cause: nobody asked whether gradients are made here. Now it is refused before any op, and the pipeline goes on.
-    """
-    for no_gradients in (torch.no_grad, torch.inference_mode):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        reference = copy.deepcopy(model)
-        with Pipeline(model, mean_square, num_microbatches=3, recompute=ALWAYS) as pipeline:
-            with (
-                no_gradients(),
-                pytest.raises(ValueError, match=rf"step was called under torch.{no_gradients.__name__}\(\)"),
-            ):
-                pipeline.step(*batch())
-            assert torch.equal(
-                pipeline.step(*batch()), reference_step(reference, mean_square, *batch(), num_microbatches=3)
-            )
-
-
-def test_inputs_that_require_a_gradient() -> None:
-    """Symptom: inputs with `requires_grad` got no `.grad`, and whatever had computed them none either; no word.
-
-    Cause: what enters stage 0 is detached, as it must be where it comes from another rank.
-    """
-    inputs, targets = batch()
-    for mode in (ALWAYS, "never"):
-        with Pipeline([nn.Linear(4, 4)], mean_square, num_microbatches=3, recompute=mode) as pipeline:
-            for wrong in (inputs.clone().requires_grad_(), nn.Linear(4, 4)(inputs)):
-                with pytest.raises(
-                    ValueError,
-                    match="inputs requires a gradient: a step gives gradients to the layers' parameters only",
-                ):
-                    pipeline.step(wrong, targets)
-        pipeline = Pipeline([nn.Linear(4, 4)], mean_square, num_microbatches=3, recompute=mode)
-        with pytest.raises(ValueError, match="targets requires a gradient"):
-            pipeline.step(inputs, targets.clone().requires_grad_())

@@ -62,24 +62,6 @@ def test_a_loss_with_parameters_of_its_own() -> None:
         pipeline.step(*batch())
 
 
-def test_a_weight_tied_by_a_hidden_reference() -> None:
-    """Symptom: a layer that used a layer of another stage (in a list, so that nothing registered it) trained with wrong gradients.
-
-    Cause: its rank has its own copy of that layer, whose gradient nobody added; only registered parameters were compared.
-    """
-
-    class Tied(nn.Module):
-        def __init__(self, first: nn.Linear) -> None:
-            super().__init__()
-            self.linear, self.first = nn.Linear(4, 4), [first]
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x) @ self.first[0].weight
-
-    first = nn.Linear(4, 4)
-    refused_in_step(r"^layer 1 \(Tied\) uses 0.weight, which is of another stage", [first, Tied(first)])
-
-
 def test_a_regulariser_over_all_layers() -> None:
     """Symptom: a `loss_fn` with a term over all layers: the stages before the last trained without it, and no word.
 
@@ -91,23 +73,6 @@ def test_a_regulariser_over_all_layers() -> None:
         return mean_square(output, target) + sum(p.square().sum() for layer in layers for p in layer.parameters())
 
     refused_in_step(r"^loss_fn uses 0\.(weight|bias), which is of another stage", layers, loss)
-
-
-def test_a_constant_that_requires_a_gradient() -> None:
-    """Symptom: a tensor with `requires_grad` in a closure or an attribute of a layer: in no `parameters()`, clip or `state_dict`.
-
-    Cause: F's graph was never compared with the parameters of the stage.
-    """
-    scale = torch.ones(4, requires_grad=True)
-
-    class Scaled(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * scale
-
-    refused_in_step(
-        r"^layer 1 \(Scaled\) uses a tensor \[4\] that requires a gradient.*\(scale of Scaled\)",
-        [nn.Linear(4, 4), Scaled(4, 4)],
-    )
 
 
 def test_statistics_shared_over_stages() -> None:

@@ -90,16 +90,17 @@ def diagnose(name: str, mode: str) -> dict[str, Any]:
                     if number == "4.norm.bias":
                         parameter[0] = math.nan
         before = {key: value.clone() for key, value in pipeline.state_dict().items()}
-        loss, failed = None, 1
+        loss = failed = None
         try:
             loss = float(pipeline.step(bad, targets))
         except LossNotFinite as error:
-            failed = error.step
+            failed = (error.step, error.microbatch)
         after_step = {key: value.clone() for key, value in pipeline.state_dict().items()}
         norm = float(pipeline.clip_grad_norm_(math.inf))
         diagnosis = pipeline.find_not_finite(bad, targets)
         assert all(parameter.grad is None for parameter in pipeline.parameters())
-        assert (pipeline.step_index, failed) == (2, 1)
+        assert pipeline.step_index == 2
+        assert failed == {"output": (1, 2), "inputs": (1, 2), "weights": (1, 0)}.get(name)
         for key, value in pipeline.state_dict().items():  # the running means are those after one pass, not two
             assert torch.allclose(value, after_step[key], rtol=0, atol=0, equal_nan=True), key
         if name == "weights":
