@@ -250,14 +250,6 @@ def read_pieces(pieces: Sequence[Piece]) -> bytes:
     return b"".join(contents)
 
 
-def fingerprint_of(train: bytes, heldout: bytes) -> str:
-    """The SHA-256 of all bytes, in the order in which they are read; where the two parts meet counts too."""
-    digest = hashlib.sha256(len(train).to_bytes(8, "little"))
-    digest.update(train)
-    digest.update(heldout)
-    return digest.hexdigest()
-
-
 def changed(path: Path) -> ValueError:
     """The error for a file that is no longer what it was a moment ago."""
     return ValueError(f"{path} has changed while it was read; start again when it is whole")

@@ -98,7 +98,7 @@ MUTANTS = (
     Mutant(
         "templates are told today's date",
         "pipetrain/data/chat_template.py",
-        "with _pinned(self._date):",
+        "with _pinned(self.date):",
         "with _pinned(datetime.date.today()):",
         ("tests/data/test_chats.py", "-k", "what_counts"),
     ),
