@@ -83,6 +83,18 @@ def _files_in(folder: Path, key: str, given: str, pattern: str) -> list[Path]:
     return files
 
 
+def cache_root(cache_dir: str | None) -> Path:
+    """`data.cache_dir`, or a folder of this user's cache."""
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipetrain" / "tokens"
+
+
+def memory_of(config: DataConfig) -> Path:
+    """Where digests of large files are kept."""
+    return cache_root(config.cache_dir) / "files"
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[io.BufferedIOBase]:
     """The bytes of a file, unpacked where its name ends with .gz. Raises ValueError: it cannot be read, or is damaged."""
@@ -222,6 +234,22 @@ def in_order(files: Sequence[Scanned]) -> tuple[Piece, ...]:
         if file.size:
             distinct.setdefault(file.digest, Piece(file.path, 0, file.size))
     return tuple(distinct[digest] for digest in sorted(distinct))
+
+
+def files_of(config: DataConfig) -> tuple[list[Scanned], list[Scanned]]:
+    """The files that are read, and those that are held out as a whole; of these no copy is trained on."""
+    train = scan(find_files(config), memory_of(config))
+    if config.eval_path is None:
+        return train, []
+    heldout = scan(files_at("data.eval_path", config.eval_path, config.pattern), memory_of(config))
+    held = {file.digest for file in heldout}
+    return [file for file in train if file.digest not in held], heldout
+
+
+def split_of(config: DataConfig) -> Split:
+    """What of the files of `config` is trained on and held out."""
+    train, heldout = files_of(config)
+    return Split(in_order(train), in_order(heldout)) if heldout else split_files(train, config.eval_fraction)
 
 
 def cut_at_a_line(split: Split) -> Split:

@@ -21,7 +21,7 @@ from pipetrain.config.problem import not_a_choice
 from pipetrain.config.records import STREAM, DataConfig
 from pipetrain.config.schema import check_limits
 from pipetrain.data.batches import Batches, HeldoutBatches
-from pipetrain.data.corpus import files_at, find_files, read_pieces
+from pipetrain.data.corpus import files_at, find_files, memory_of, read_pieces, split_of
 from pipetrain.data.documents import check_datasets_installed
 from pipetrain.data.samples import SampleSets, folder_samples, stream_samples, too_short
 from pipetrain.data.token_file import (
@@ -32,7 +32,7 @@ from pipetrain.data.token_file import (
     read_sheet,
 )
 from pipetrain.data.tokenizer import BYTE, ByteTokenizer, HfTokenizer, Tokenizer, check_installed, folder_of_tokenizer
-from pipetrain.data.tokenizing import WAIT_SECONDS, Tell, is_bytes, memory_of, split_of, tokenized
+from pipetrain.data.tokenizing import WAIT_SECONDS, Tell, is_bytes, tokenized
 
 _LayOut = Callable[[DataConfig], SampleSets]  # samples of a length, of what was read
 

@@ -76,7 +76,7 @@ MUTANTS = (
     ),
     Mutant(
         "a copy of what is held out is trained on",
-        "pipetrain/data/tokenizing.py",
+        "pipetrain/data/corpus.py",
         "if file.digest not in held",
         "if file.path not in held",
         ("tests/data/test_token_folders.py", "-k", "held_out"),
