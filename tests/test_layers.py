@@ -34,7 +34,6 @@ TORCH_FREE = {"config", "schedule", "plan", "monitor", "launcher"}
 TORCH_FREE_FILES = {
     "trainer/prepare.py",
     "models/size.py",
-    "models/arithmetic.py",
     "models/hf/hf_size.py",
     "models/hf/source.py",
     "engine/available.py",

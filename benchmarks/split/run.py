@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.models.arithmetic import Style
+from pipetrain.models.size import Style
 from pipetrain.models.transformer import Block
 from pipetrain.schedule.op import Kind
 from pipetrain.stage.meter import ActivationMeter

@@ -16,6 +16,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,28 +34,20 @@ class SampleRefused(Exception):
     """A chat that is no sample; the message says why, after the place where it stands."""
 
 
+@dataclass(frozen=True)
 class ChatTemplate:
-    """The chat template of the tokenizer `called` so. `counted` is `answers`, `last` (answer) or `all`. Raises ValueError: there is none."""
+    """The chat template of the tokenizer `called` so. `counted` is `answers`, `last` (answer) or `all`; `date` is today."""
 
-    def __init__(
-        self,
-        template: str | None,
-        special_tokens: Mapping[str, Any],
-        called: str,
-        counted: str,
-        date: datetime.date,
-    ) -> None:
-        if template is None:
-            raise ValueError(
-                f"data.tokenizer={called}: it has no chat template, which chats are written with; give the tokenizer of a chat model, "
-                "or records with a text (data.text_field)"
-            )
-        self._template = template
-        self._special_tokens = special_tokens
-        self._called = called
-        self._counted = counted
-        self._date = date
-        self._has_marks = _MARKS.search(template) is not None
+    template: str
+    special_tokens: Mapping[str, Any]
+    called: str
+    counted: str
+    date: datetime.date
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether it says itself what the model writes."""
+        return _MARKS.search(self.template) is not None
 
     def render(self, row: Row, *, answers: bool = False, first: int | None = None) -> str:
         """The text of a chat, or of its `first` messages; with `answers`, and the prompt for an answer. Raises SampleRefused."""
@@ -63,13 +56,13 @@ class ChatTemplate:
 
     def render_marked(self, row: Row) -> tuple[str, list[Span]]:
         """The text of a chat, and which characters count. Raises SampleRefused; ValueError: it cannot be told what counts."""
-        if self._counted == ALL:
+        if self.counted == ALL:
             text = self.render(row)
             return text, [(0, len(text))]
-        if not self._has_marks:
+        if not self.has_marks:
             return self._by_turns(row)
         (text,), (spans,) = self._rendered(row, row[MESSAGES], answers=False, marks=True)
-        return text, spans[-1:] if self._counted == LAST else spans
+        return text, spans[-1:] if self.counted == LAST else spans
 
     def counted_tokens(self, offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:
         """Which tokens have a character in `spans`; `offsets [tokens, 2]` are theirs. Raises ValueError: one begins before an answer and ends in it."""
@@ -80,7 +73,7 @@ class ChatTemplate:
         for first, last in spans:
             # some tokenizers leave white space out of a token's characters: a token without any belongs to what it ends
             counted |= np.where(begin == end, (first < end) & (end <= last), (begin < last) & (end > first))
-            if not self._has_marks and ((begin < first) & (end > first)).any():
+            if not self.has_marks and ((begin < first) & (end > first)).any():
                 raise self._refusal("the tokens of a prompt are not those of the chat that goes on from it")
         return counted
 
@@ -88,7 +81,7 @@ class ChatTemplate:
         turns = [number for number, message in enumerate(row[MESSAGES]) if message["role"] == "assistant"]
         whole = self.render(row)
         spans = []
-        for number in turns[-1:] if self._counted == LAST else turns:
+        for number in turns[-1:] if self.counted == LAST else turns:
             try:
                 prompt = self.render(row, answers=True, first=number)
                 with_answer = self.render(row, first=number + 1)
@@ -102,9 +95,9 @@ class ChatTemplate:
         return whole, spans
 
     def _refusal(self, why: str) -> ValueError:
-        last = "data.assistant_only_loss=last (the last answer alone), " if self._counted != LAST else ""
+        last = "data.assistant_only_loss=last (the last answer alone), " if self.counted != LAST else ""
         return ValueError(
-            f"data.tokenizer={self._called}: the chat template of {self._called} does not tell what an answer is: it has no "
+            f"data.tokenizer={self.called}: the chat template of {self.called} does not tell what an answer is: it has no "
             f"{{% generation %}} marks, and {why}; use {last}data.assistant_only_loss=false, or a template with these marks"
         )
 
@@ -116,21 +109,21 @@ class ChatTemplate:
 
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            with _pinned(self._date):
+            with _pinned(self.date):
                 rendered: tuple[list[str], list[list[Span]]] = render_jinja_template(
                     [given],
                     tools=row.get("tools"),
-                    chat_template=self._template,
+                    chat_template=self.template,
                     return_assistant_tokens_mask=marks,
                     add_generation_prompt=answers,
-                    **self._special_tokens,
+                    **self.special_tokens,
                 )
         except (TemplateError, TypeError, KeyError, ValueError) as error:
-            raise SampleRefused(f"the chat template of {self._called} does not take it ({error})") from None
+            raise SampleRefused(f"the chat template of {self.called} does not take it ({error})") from None
         for number, message in enumerate(given):
             if isinstance(parts := message.get("content"), (list, Mapping)) and str(parts) in rendered[0][0]:
                 raise SampleRefused(
-                    f"message {number} has a {type(parts).__name__} as its content, which the chat template of {self._called} writes as Python "
+                    f"message {number} has a {type(parts).__name__} as its content, which the chat template of {self.called} writes as Python "
                     "does: give a text"
                 )
         return rendered

@@ -83,6 +83,18 @@ def _files_in(folder: Path, key: str, given: str, pattern: str) -> list[Path]:
     return files
 
 
+def cache_root(cache_dir: str | None) -> Path:
+    """`data.cache_dir`, or a folder of this user's cache."""
+    if cache_dir is not None:
+        return Path(cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipetrain" / "tokens"
+
+
+def memory_of(config: DataConfig) -> Path:
+    """Where digests of large files are kept."""
+    return cache_root(config.cache_dir) / "files"
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[io.BufferedIOBase]:
     """The bytes of a file, unpacked where its name ends with .gz. Raises ValueError: it cannot be read, or is damaged."""
@@ -224,6 +236,22 @@ def in_order(files: Sequence[Scanned]) -> tuple[Piece, ...]:
     return tuple(distinct[digest] for digest in sorted(distinct))
 
 
+def files_of(config: DataConfig) -> tuple[list[Scanned], list[Scanned]]:
+    """The files that are read, and those that are held out as a whole; of these no copy is trained on."""
+    train = scan(find_files(config), memory_of(config))
+    if config.eval_path is None:
+        return train, []
+    heldout = scan(files_at("data.eval_path", config.eval_path, config.pattern), memory_of(config))
+    held = {file.digest for file in heldout}
+    return [file for file in train if file.digest not in held], heldout
+
+
+def split_of(config: DataConfig) -> Split:
+    """What of the files of `config` is trained on and held out."""
+    train, heldout = files_of(config)
+    return Split(in_order(train), in_order(heldout)) if heldout else split_files(train, config.eval_fraction)
+
+
 def cut_at_a_line(split: Split) -> Split:
     """Where a single file was cut in two, the first part ends with a line (or a character, in a very long one): for tokenizers of text."""
     if not (split.train and split.heldout and split.train[-1].path == split.heldout[0].path):
@@ -248,14 +276,6 @@ def read_pieces(pieces: Sequence[Piece]) -> bytes:
         if len(contents[-1]) != last - first:
             raise changed(path)
     return b"".join(contents)
-
-
-def fingerprint_of(train: bytes, heldout: bytes) -> str:
-    """The SHA-256 of all bytes, in the order in which they are read; where the two parts meet counts too."""
-    digest = hashlib.sha256(len(train).to_bytes(8, "little"))
-    digest.update(train)
-    digest.update(heldout)
-    return digest.hexdigest()
 
 
 def changed(path: Path) -> ValueError:

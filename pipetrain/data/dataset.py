@@ -21,7 +21,7 @@ from pipetrain.config.problem import choice_error
 from pipetrain.config.records import STREAM, DataConfig
 from pipetrain.config.schema import check_limits
 from pipetrain.data.batches import Batches, HeldoutBatches
-from pipetrain.data.corpus import files_at, find_files, fingerprint_of, read_pieces
+from pipetrain.data.corpus import files_at, find_files, memory_of, read_pieces, split_of
 from pipetrain.data.documents import check_datasets_installed
 from pipetrain.data.samples import SampleSets, folder_samples, stream_samples, too_short
 from pipetrain.data.token_file import (
@@ -32,7 +32,7 @@ from pipetrain.data.token_file import (
     read_sheet,
 )
 from pipetrain.data.tokenizer import BYTE, ByteTokenizer, HfTokenizer, Tokenizer, check_installed, folder_of_tokenizer
-from pipetrain.data.tokenizing import WAIT_SECONDS, Tell, is_bytes, memory_of, split_of, tokenized
+from pipetrain.data.tokenizing import WAIT_SECONDS, Tell, is_bytes, tokenized
 
 _LayOut = Callable[[DataConfig], SampleSets]  # samples of a length, of what was read
 
@@ -163,7 +163,11 @@ def _of_text(config: DataConfig, tokenizer: Tokenizer, timeout_seconds: float, t
         if sum(piece.last - piece.first for piece in (*split.train, *split.heldout)) <= _IN_MEMORY_BYTES:
             train, heldout = read_pieces(split.train), read_pieces(split.heldout)
             rows = np.frombuffer(train, np.uint8), np.frombuffer(heldout, np.uint8)
-            return _of_rows(rows, "bytes", ByteTokenizer.vocabulary_size, fingerprint_of(train, heldout))
+            # all bytes, in the order in which they are read; where the two parts meet counts too
+            digest = hashlib.sha256(len(train).to_bytes(8, "little"))
+            digest.update(train)
+            digest.update(heldout)
+            return _of_rows(rows, "bytes", ByteTokenizer.vocabulary_size, digest.hexdigest())
     folder = tokenized(config, tokenizer, timeout_seconds=timeout_seconds, tell=tell)
     return partial(folder_samples, folder=folder, sheet=read_sheet(folder))
 

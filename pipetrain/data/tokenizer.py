@@ -233,6 +233,11 @@ class HfTokenizer:
         template = self._loaded.chat_template
         if isinstance(template, dict):
             template = template.get("default")
+        if template is None:
+            raise ValueError(
+                f"data.tokenizer={self.called}: it has no chat template, which chats are written with; give the tokenizer of a chat model, "
+                "or records with a text (data.text_field)"
+            )
         return ChatTemplate(template, self._loaded.special_tokens_map, self.called, self.counted, self.template_date)
 
     @functools.cached_property

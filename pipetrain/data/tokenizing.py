@@ -23,17 +23,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from pipetrain.config.records import STREAM, DataConfig
-from pipetrain.data.corpus import (
-    Scanned,
-    Split,
-    cut_at_a_line,
-    digest_of,
-    files_at,
-    find_files,
-    in_order,
-    scan,
-    split_files,
-)
+from pipetrain.data.corpus import cache_root, cut_at_a_line, digest_of, files_of, memory_of, split_of
 from pipetrain.data.documents import Corpus, Document, hf_corpus, json_corpus, text_corpus
 from pipetrain.data.token_file import (
     FORMAT,
@@ -67,13 +57,6 @@ def tokenized(
     folder = cache_root(config.cache_dir) / _name_of(config, corpus, tokenizer) if out is None else out
     make = partial(write_tokens, corpus, tokenizer, skips=config.on_error == "skip", tell=tell)
     return made_once(folder, make, timeout_seconds=timeout_seconds)
-
-
-def cache_root(cache_dir: str | None) -> Path:
-    """`data.cache_dir`, or a folder of this user's cache."""
-    if cache_dir is not None:
-        return Path(cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipetrain" / "tokens"
 
 
 def made_once(folder: Path, make: Callable[[Path], None], *, timeout_seconds: float) -> Path:
@@ -132,7 +115,7 @@ def corpus_of(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
     """The documents that `config` names. Raises ValueError: there are none."""
     if config.name == "hf":
         return hf_corpus(config, memory_of(config))
-    train, heldout = _files_of(config)
+    train, heldout = files_of(config)
     if config.name == "jsonl":
         return json_corpus(train, heldout, config.eval_fraction, config.text_field)
     split = split_of(config) if isinstance(tokenizer, ByteTokenizer) else cut_at_a_line(split_of(config))
@@ -156,25 +139,6 @@ def is_bytes(config: DataConfig, tokenizer: Tokenizer) -> bool:
     return (
         config.name in ("stdlib", "text") and isinstance(tokenizer, ByteTokenizer) and config.layout in (None, STREAM)
     )
-
-
-def memory_of(config: DataConfig) -> Path:
-    return cache_root(config.cache_dir) / "files"
-
-
-def _files_of(config: DataConfig) -> tuple[list[Scanned], list[Scanned]]:
-    """The files that are read, and those that are held out as a whole; of these no copy is trained on."""
-    train = scan(find_files(config), memory_of(config))
-    if config.eval_path is None:
-        return train, []
-    heldout = scan(files_at("data.eval_path", config.eval_path, config.pattern), memory_of(config))
-    held = {file.digest for file in heldout}
-    return [file for file in train if file.digest not in held], heldout
-
-
-def split_of(config: DataConfig) -> Split:
-    train, heldout = _files_of(config)
-    return Split(in_order(train), in_order(heldout)) if heldout else split_files(train, config.eval_fraction)
 
 
 _BATCH_BYTES = 2**22

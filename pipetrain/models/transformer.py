@@ -21,9 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.models.arithmetic import Style, intermediate_size, num_key_value_heads
 from pipetrain.models.loss import count_tokens, next_token_loss
-from pipetrain.models.size import check_model, size_of
+from pipetrain.models.size import Style, check_model, intermediate_size, num_key_value_heads, size_of
 from pipetrain.models.spec import ModelSpec, one_by_one
 from pipetrain.stage.past import Past
 

@@ -11,10 +11,9 @@ import torch
 from counts import num_counted
 
 from pipetrain.config.records import DataConfig
-from pipetrain.data.corpus import Piece, Split, find_files, read_pieces, scan, split_files
+from pipetrain.data.corpus import Piece, Split, find_files, read_pieces, scan, split_files, split_of
 from pipetrain.data.dataset import check_data, make_data
 from pipetrain.data.tokenizer import ByteTokenizer
-from pipetrain.data.tokenizing import split_of
 
 TEXT = DataConfig(name="text", global_batch_size=2, sequence_length=8)
 

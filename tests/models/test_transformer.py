@@ -10,8 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.models.arithmetic import intermediate_size, transformer_size
 from pipetrain.models.loss import next_token_loss
+from pipetrain.models.size import intermediate_size, transformer_size
 from pipetrain.models.transformer import Attention, Block, Embedding, Head, rotary_tables, rotate, transformer_layers
 
 VOCABULARY = 31

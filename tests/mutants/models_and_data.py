@@ -76,7 +76,7 @@ MUTANTS = (
     ),
     Mutant(
         "a copy of what is held out is trained on",
-        "pipetrain/data/tokenizing.py",
+        "pipetrain/data/corpus.py",
         "if file.digest not in held",
         "if file.path not in held",
         ("tests/data/test_token_folders.py", "-k", "held_out"),
@@ -98,7 +98,7 @@ MUTANTS = (
     Mutant(
         "templates are told today's date",
         "pipetrain/data/chat_template.py",
-        "with _pinned(self._date):",
+        "with _pinned(self.date):",
         "with _pinned(datetime.date.today()):",
         ("tests/data/test_chats.py", "-k", "what_counts"),
     ),

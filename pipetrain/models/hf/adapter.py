@@ -11,7 +11,8 @@ Between them goes a dict: `hidden [batch, sequence, width]`, of the batch what l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -105,7 +106,9 @@ class HfHead(nn.Module):
 
     def __init__(self, model: PreTrainedModel, parts: Parts, router: Router | None) -> None:
         super().__init__()
-        self.model = hollowed(model, {parts.owner: _After(model.get_submodule(parts.owner), parts.after)})
+        owner = model.get_submodule(parts.owner)
+        after = _After(OrderedDict((name, owner.get_submodule(name)) for name in parts.after))
+        self.model = hollowed(model, {parts.owner: after})
         self.router = router
         self.vocabulary_size = vocabulary_of(model)
         self.loss_makes_logits = True
@@ -136,19 +139,13 @@ def vocabulary_of(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config(decoder=True).vocab_size)
 
 
-class _After(nn.Module):
+class _After(nn.Sequential):
     """In the owner's place: takes the last hidden state as `inputs_embeds`, and runs what follows the last decoder layer."""
 
-    def __init__(self, owner: nn.Module, names: Sequence[str]) -> None:
-        super().__init__()
-        for name in names:
-            self.add_module(name, owner.get_submodule(name))
-        self.names = names
-
-    def forward(self, *_args: Any, inputs_embeds: Tensor, **_kwargs: Any) -> _Output:
+    def forward(self, *_args: Any, inputs_embeds: Tensor, **_kwargs: Any) -> _Output:  # type: ignore[override]
         hidden = inputs_embeds
-        for name in self.names:
-            hidden = self.get_submodule(name)(hidden)
+        for module in self:
+            hidden = module(hidden)
         return _Output(hidden)
 
 

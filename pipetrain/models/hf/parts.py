@@ -260,7 +260,11 @@ def _tensors_with_gradient(call: Call) -> list[int | str]:
 
 def hollowed(module: nn.Module, replaced: Mapping[str, nn.Module | None]) -> Any:
     """A copy of `module` that shares all it has with it, but for the modules of these names: others stand there, or (None) nothing."""
-    copy = bare_copy(module)
+    copy = object.__new__(type(module))
+    copy.__dict__ = {
+        name: dict(value) if name in ("_modules", "_parameters", "_buffers") else value
+        for name, value in vars(module).items()
+    }
     inner: dict[str, dict[str, nn.Module | None]] = {}
     for name, other in replaced.items():
         first, _, rest = name.partition(".")
@@ -274,16 +278,6 @@ def hollowed(module: nn.Module, replaced: Mapping[str, nn.Module | None]) -> Any
         child = copy._modules[first]
         assert child is not None
         copy._modules[first] = hollowed(child, others)
-    return copy
-
-
-def bare_copy(module: nn.Module) -> Any:
-    """Another module of its class, with the same parameters, buffers and modules in it."""
-    copy = object.__new__(type(module))
-    copy.__dict__ = {
-        name: dict(value) if name in ("_modules", "_parameters", "_buffers") else value
-        for name, value in vars(module).items()
-    }
     return copy
 
 
