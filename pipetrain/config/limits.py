@@ -19,19 +19,18 @@ from pipetrain.config.problem import nearest, shown
 
 @dataclass(frozen=True)
 class Limit:
-    """The values that a key may have; null is left to its type unless `of_null`. `told` follows `key=value` in the message."""
+    """The values that a key may have; null is left to its type. `told` follows `key=value` in the message."""
 
     holds: Callable[[Any], object]  # true or false
     told: str
     choices: tuple[str, ...] = ()  # where these are all: the nearest is named
-    of_null: bool = False
     most: float = math.inf  # and the largest number, where that needs a sentence of its own
 
     def problem(self, key: str, value: Any) -> str | None:
         """What to tell a user of `key=value`; None: it is allowed."""
         if isinstance(value, (int, float)) and self.most < value < math.inf:
             return f"{key}={value}: allowed is {self.most} at most"
-        if (value is None and not self.of_null) or (_is_finite(value) and self.holds(value)):
+        if value is None or (_is_finite(value) and self.holds(value)):
             return None
         if not _is_finite(value):
             _, _, allowed = self.told.partition("allowed is ")
@@ -73,7 +72,7 @@ def matching(pattern: str, allowed: str) -> Limit:
 def only(supported: object, instead: str) -> Limit:
     """A key of which this version supports one value."""
     told = f": not supported, only {shown(supported)} is; {instead}"
-    return Limit(lambda value: value == supported, told, of_null=True)
+    return Limit(lambda value: value == supported, told)
 
 
 class May(Enum):

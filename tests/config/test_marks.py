@@ -46,7 +46,6 @@ LIMITS: dict[str, tuple[Limit, list[object], list[object], str]] = {
     "choice": (choice_of("stop", "skip"), ["skip"], ["skp"], "k=skp: allowed are stop, skip; did you mean 'skip'?"),
     "matching": (matching(r"\d+", "digits"), ["12", 12], ["1 2"], "k=1 2: allowed is digits"),
     "only": (only(False, "wait"), [False], [True], "k=true: not supported, only false is; wait"),
-    "only null": (only(None, "wait"), [None], ["x"], "k=x: not supported, only null is; wait"),
 }
 
 
