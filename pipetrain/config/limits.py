@@ -38,14 +38,14 @@ class Limit:
         return f"{key}={shown(value)}{self.told}{nearest(str(value), self.choices)}"
 
 
-def at_least(least: float, told: str = ": allowed is {} or more", *, most: float = math.inf) -> Limit:
+def at_least(least: float, *, most: float = math.inf) -> Limit:
     """A number from `least` on, to `most`."""
-    return Limit(lambda value: value >= least, told.format(least), most=most)
+    return Limit(lambda value: value >= least, f": allowed is {least} or more", most=most)
 
 
-def more_than(bound: float, told: str = ": allowed is more than {}", *, most: float = math.inf) -> Limit:
+def more_than(bound: float, *, most: float = math.inf) -> Limit:
     """A number above `bound`, to `most`."""
-    return Limit(lambda value: value > bound, told.format(bound), most=most)
+    return Limit(lambda value: value > bound, f": allowed is more than {bound}", most=most)
 
 
 def within(least: float, most: float) -> Limit:

@@ -49,7 +49,7 @@ RANGES = [
     train("model.dtype=int8", "model.dtype=int8", "auto, float32, bfloat16, float16"),
     train("model.weights=trained", "model.weights=trained", "pretrained, random"),
     train("model.lora.rank=0", "model.lora.rank=0", "1 or more"),
-    train("model.lora.alpha=0", "model.lora.alpha=0", "greater than 0"),
+    train("model.lora.alpha=0", "model.lora.alpha=0", "more than 0"),
     train("model.lora.targets=[]", "model.lora.targets=[]", "a list of names of linear layers"),
     train("model.lora.layers=[-1]", "model.lora.layers=[-1]", "a decoder layer"),
     train("cost.input_share=2", "cost.input_share=2.0", "a part of a set from 0 to 1"),
@@ -175,8 +175,8 @@ RANGES = [
     train("model.vocab_size=0", "model.vocab_size=0", "1 or more"),
     train("model.max_position_embeddings=0", "model.max_position_embeddings=0", "1 or more"),
     train("model.dropout=1", "model.dropout=1", "below 1"),
-    train("model.norm_epsilon=0", "model.norm_epsilon=0", "greater than 0"),
-    train("model.rope_theta=0", "model.rope_theta=0", "greater than 0"),
+    train("model.norm_epsilon=0", "model.norm_epsilon=0", "more than 0"),
+    train("model.rope_theta=0", "model.rope_theta=0", "more than 0"),
 ]
 # Keys that do not fit each other
 TOGETHER = [
