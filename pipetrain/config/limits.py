@@ -19,19 +19,18 @@ from pipetrain.config.problem import nearest, shown
 
 @dataclass(frozen=True)
 class Limit:
-    """The values that a key may have; its type decides about null, unless `of_null`. `told` follows `key=value` in the message."""
+    """The values that a key may have; its type decides about null. `told` follows `key=value` in the message."""
 
     holds: Callable[[Any], object]  # true or false
     told: str
     choices: tuple[str, ...] = ()  # all allowed values, if they are a list: a message names the nearest
-    of_null: bool = False
     most: float = math.inf  # the largest number, if it has its own message
 
     def problem(self, key: str, value: Any) -> str | None:
         """The message about `key=value`; None: it is allowed."""
         if isinstance(value, (int, float)) and self.most < value < math.inf:
             return f"{key}={value}: allowed is {self.most} at most"
-        if (value is None and not self.of_null) or (_is_finite(value) and self.holds(value)):
+        if value is None or (_is_finite(value) and self.holds(value)):
             return None
         if not _is_finite(value):
             _, _, allowed = self.told.partition("allowed is ")
@@ -39,14 +38,14 @@ class Limit:
         return f"{key}={shown(value)}{self.told}{nearest(str(value), self.choices)}"
 
 
-def at_least(least: float, told: str = ": allowed is {} or more", *, most: float = math.inf) -> Limit:
+def at_least(least: float, *, most: float = math.inf) -> Limit:
     """A number of at least `least`, and at most `most`."""
-    return Limit(lambda value: value >= least, told.format(least), most=most)
+    return Limit(lambda value: value >= least, f": allowed is {least} or more", most=most)
 
 
-def more_than(bound: float, told: str = ": allowed is more than {}", *, most: float = math.inf) -> Limit:
+def more_than(bound: float, *, most: float = math.inf) -> Limit:
     """A number above `bound`, to `most`."""
-    return Limit(lambda value: value > bound, told.format(bound), most=most)
+    return Limit(lambda value: value > bound, f": allowed is more than {bound}", most=most)
 
 
 def within(least: float, most: float) -> Limit:
@@ -73,7 +72,7 @@ def matching(pattern: str, allowed: str) -> Limit:
 def only(supported: object, instead: str) -> Limit:
     """A key of which this version supports one value."""
     told = f": not supported, only {shown(supported)} is; {instead}"
-    return Limit(lambda value: value == supported, told, of_null=True)
+    return Limit(lambda value: value == supported, told)
 
 
 class May(Enum):

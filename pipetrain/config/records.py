@@ -45,10 +45,6 @@ _MOST_STAGES = 4096  # of a schedule, and so of ranks
 _YEAR = 366 * 24 * 3600  # seconds
 
 
-def _size(most: int) -> Limit:
-    return at_least(1, " must be {} or more", most=most)
-
-
 def _is_date(text: str) -> bool:
     try:
         return bool(datetime.date.fromisoformat(text))
@@ -59,10 +55,10 @@ def _is_date(text: str) -> bool:
 Count = Annotated[int, at_least(1, most=_LARGEST)]
 Stages = Annotated[int, at_least(1, most=_MOST_STAGES)]
 Amount = Annotated[int, at_least(0, most=_LARGEST)]
-Size = Annotated[int, _size(2**31 - 1)]
+Size = Annotated[int, at_least(1, most=2**31 - 1)]
 Name = Annotated[str, matching(r"[\w.@,:+-]+", "a name without spaces")]
 
-_Positive = Annotated[float, more_than(0, " must be greater than {}")]
+_Positive = Annotated[float, more_than(0)]
 _Probability = Annotated[
     float, Limit(lambda value: 0.0 <= value < 1.0, " is a probability: at least 0, below 1; 0 switches it off")
 ]
@@ -92,8 +88,9 @@ class ModelConfig:
 
     # Block style: `llama` (RMSNorm, rotary, grouped queries, SwiGLU) or `gpt2` (LayerNorm, learned positions, GELU).
     name: str = "llama"
-    num_hidden_layers: Annotated[int, _size(10_000)] = 4  # transformer blocks; embedding and head are two more layers
-    hidden_size: Annotated[int, _size(2**20)] = 128  # width of the residual stream
+    # Transformer blocks; embedding and head are two more layers.
+    num_hidden_layers: Annotated[int, at_least(1, most=10_000)] = 4
+    hidden_size: Annotated[int, at_least(1, most=2**20)] = 128  # width of the residual stream
     num_attention_heads: Size = 4  # query heads per block
     num_key_value_heads: Size | None = None  # key and value heads (grouped queries); None: as many as query heads
     # Width inside the MLP; None: 4 x hidden_size for gpt2, 8/3 x for llama (rounded up to 8).

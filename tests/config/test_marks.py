@@ -29,7 +29,7 @@ LIMITS: dict[str, tuple[Limit, list[object], list[object], str]] = {
     "more than": (more_than(0), [0.1], [0.0, float("nan")], "k=0.0: allowed is more than 0"),
     "finite": (at_least(0), [1e300], [float("inf")], "k=inf: allowed is a finite number, 0 or more"),
     "at most": (at_least(1, most=9), [9], [10], "k=10: allowed is 9 at most"),
-    "not a number": (at_least(0, " must be {} or more"), [0.0], [float("nan")], "k=nan: allowed is a finite number"),
+    "not a number": (at_least(0), [0.0], [float("nan")], "k=nan: allowed is a finite number, 0 or more"),
     "each": (
         each(0, 9, "a time"),
         [1, (0, 9.0)],
@@ -46,7 +46,6 @@ LIMITS: dict[str, tuple[Limit, list[object], list[object], str]] = {
     "choice": (choice_of("stop", "skip"), ["skip"], ["skp"], "k=skp: allowed are stop, skip; did you mean 'skip'?"),
     "matching": (matching(r"\d+", "digits"), ["12", 12], ["1 2"], "k=1 2: allowed is digits"),
     "only": (only(False, "wait"), [False], [True], "k=true: not supported, only false is; wait"),
-    "only null": (only(None, "wait"), [None], ["x"], "k=x: not supported, only null is; wait"),
 }
 
 

@@ -26,8 +26,6 @@ NO_RUN = {
     "parallel.num_replicas=all": ["parallel.num_replicas=all", "1 or more, or auto"],
     "cluster.rendezvous=node1:70000": ["cluster.rendezvous=node1:70000", "HOST:PORT"],
     "cluster.partition='a b'": ["cluster.partition=a b", "without spaces"],
-    "parallel.fsdp=true": ["parallel.fsdp", "not supported", "pipeline.num_stages"],
-    "parallel.tensor=2": ["parallel.tensor", "not supported", "pipeline.num_stages"],
 }
 NO_SCHEDULE = {
     "pipeline.num_microbatches=0": ["num_microbatches=0", "1 or more"],

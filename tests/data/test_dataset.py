@@ -137,8 +137,8 @@ def test_bytes_survive_the_tokenizer() -> None:
 
 
 REFUSED = {
-    "batch size": ({"global_batch_size": 0}, "data.global_batch_size=0 must be 1 or more"),
-    "length": ({"sequence_length": -1}, "data.sequence_length=-1 must be 1 or more"),
+    "batch size": ({"global_batch_size": 0}, "data.global_batch_size=0: allowed is 1 or more"),
+    "length": ({"sequence_length": -1}, "data.sequence_length=-1: allowed is 1 or more"),
     "fraction": ({"eval_fraction": 1.5}, "data.eval_fraction=1.5 is a share of the bytes: at least 0"),
     "heldout bytes": ({"eval_bytes": 7}, "data.eval_bytes=7 .*: set data.eval_bytes=8 or more"),
     "tokenizer": ({"tokenizer": "bite"}, r"data.tokenizer=bite: this is no folder here, .* did you mean 'byte'\?"),

@@ -11,8 +11,8 @@ from pipetrain.models.transformer import transformer_layers
 REFUSED = {
     "unknown name": ({"name": "lama"}, r"model.name=lama: allowed are llama, gpt2, hf; did you mean 'llama'\?"),
     "path": ({"path": "saved"}, "model.path=saved: .* type model.path=null"),
-    "no blocks": ({"num_hidden_layers": 0}, "model.num_hidden_layers=0 must be 1 or more"),
-    "no mlp": ({"intermediate_size": 0}, "model.intermediate_size=0 must be 1 or more"),
+    "no blocks": ({"num_hidden_layers": 0}, "model.num_hidden_layers=0: allowed is 1 or more"),
+    "no mlp": ({"intermediate_size": 0}, "model.intermediate_size=0: allowed is 1 or more"),
     "heads": (
         {"hidden_size": 128, "num_attention_heads": 5},
         "model.num_attention_heads=5 does not divide model.hidden_size=128: set model.num_attention_heads=4",
@@ -31,8 +31,8 @@ REFUSED = {
     ),
     "odd heads": ({"hidden_size": 12, "num_attention_heads": 4}, "need an even size; set model.hidden_size=8"),
     "dropout": ({"dropout": 1.0}, "model.dropout=1.0 is a probability"),
-    "epsilon": ({"norm_epsilon": 0.0}, "model.norm_epsilon=0.0 must be greater than 0"),
-    "base": ({"rope_theta": -1.0}, "model.rope_theta=-1.0 must be greater than 0"),
+    "epsilon": ({"norm_epsilon": 0.0}, "model.norm_epsilon=0.0: allowed is more than 0"),
+    "base": ({"rope_theta": -1.0}, "model.rope_theta=-1.0: allowed is more than 0"),
 }
 
 
