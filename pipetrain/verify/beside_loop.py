@@ -64,27 +64,14 @@ class Verdict(enum.StrEnum):
     FAILED = "failed"  # a defect: a raw error, or no end
 
 
-_ORDER = list(Verdict)
-
-
 @dataclass(frozen=True)
 class Found:
     """What came of it. `detail` is the refusal, what differs, the raw error, or which layer is kept; `kept` says that of each
-    kept layer, whatever the result; `notes` are other warnings."""
+    kept layer, whatever the result."""
 
     result: Verdict
     detail: str = ""
-    notes: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
-
-    @property
-    def is_defect(self) -> bool:
-        return self.result in (Verdict.DIFFERS, Verdict.FAILED)
-
-
-def worst_of(several: Sequence[Found]) -> Found:
-    """The first of those that came out worst."""
-    return max(several, key=lambda found: _ORDER.index(found.result))
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
@@ -258,12 +245,11 @@ def beside(subject: Subject, expected: Trace, way: Way) -> Found:
             return Found(Verdict.FAILED, f"{type(error).__name__}: {text}")
     said = list(dict.fromkeys(str(warning.message) for warning in caught))
     kept = tuple(text for text in said if _NOT_RECOMPUTED.search(text))
-    notes = tuple(text for text in said if text not in kept)
     if different := list(differences(ours, expected)):
         what, size = different[0]
         largest = max(size for _, size in different)
-        return Found(Verdict.DIFFERS, f"{what} differs by {size:.3g} (largest of all: {largest:.3g})", notes, kept)
-    return Found(Verdict.KEPT if kept else Verdict.EQUAL, "; ".join(kept), notes, kept)
+        return Found(Verdict.DIFFERS, f"{what} differs by {size:.3g} (largest of all: {largest:.3g})", kept)
+    return Found(Verdict.KEPT if kept else Verdict.EQUAL, "; ".join(kept), kept)
 
 
 def is_named(error: BaseException) -> bool:

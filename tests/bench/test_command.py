@@ -51,21 +51,20 @@ def test_wrong_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert "overlap" in capsys.readouterr().err
 
 
-def test_links_without_root_are_skipped(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("user", "reason"),
+    [
+        (1000, "network namespaces need root: run it again with sudo"),
+        (0, "tc is missing: apt-get install iproute2"),
+    ],
+)
+def test_links_without_root_or_tc_are_skipped(
+    user: int, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert main(["links", f"--out={tmp_path}"]) == 0
-    assert capsys.readouterr().err == "links: skipped: network namespaces need root: run it again with sudo\n"
-
-
-def test_links_without_tc_are_skipped(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(hosts.shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
     assert main(["links", f"--out={tmp_path}"]) == 0
-    assert capsys.readouterr().err == "links: skipped: tc is missing: apt-get install iproute2\n"
+    assert capsys.readouterr().err == f"links: skipped: {reason}\n"
 
 
 def test_without_deepspeed_its_rows_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,19 +89,17 @@ def test_a_peer_that_crashes_is_a_note_and_ours_an_error(monkeypatch: pytest.Mon
         run_rounds([Ours()], workload, rounds=1, steps=1)
 
 
-def test_a_step_below_its_bound_voids_the_row() -> None:
+@pytest.mark.parametrize(
+    ("system", "seconds", "shares"),
+    [
+        (Ours(mode=Mode.OVERLAP), 38, (0.98, 1.02)),  # below its bound
+        (TorchPipelining("gpipe", recomputes=False), (8 + 3) * 3, (1.2, 1.03)),  # far from the formula
+    ],
+)
+def test_a_step_that_cannot_be_voids_the_row(system: Any, seconds: int, shares: tuple[float, float]) -> None:
     workload = EmulatedWorkload(4)
-    least = 38 * workload.forward_seconds
-    rows = [Row(Ours(mode=Mode.OVERLAP), [Trial((share * least,), (), None)]) for share in (0.98, 1.02)]
-    assert [len(Comparison("", workload, (row,), OPS, 0.0, 0.0).faults()) for row in rows] == [1, 0]
-
-
-def test_a_peer_far_from_the_formula_is_void() -> None:
-    workload = EmulatedWorkload(4)
-    never = (8 + 3) * 3 * workload.forward_seconds
-    rows = [
-        Row(TorchPipelining("gpipe", recomputes=False), [Trial((share * never,), (), None)]) for share in (1.2, 1.03)
-    ]
+    least = seconds * workload.forward_seconds
+    rows = [Row(system, [Trial((share * least,), (), None)]) for share in shares]
     assert [len(Comparison("", workload, (row,), OPS, 0.0, 0.0).faults()) for row in rows] == [1, 0]
     assert comparison.MOST_OF_NEVER < 1.2
 

@@ -134,7 +134,8 @@ def test_tasks_of_srun_that_are_not_one_per_machine(
     assert main([*JOB, "cluster.rendezvous=node1:29500"]) == 2
     assert "srun started 4 tasks" in capsys.readouterr().err
     assert main(["train"]) == 2
-    assert "cluster.rendezvous=HOST:PORT" in capsys.readouterr().err
+    assert "srun started 4 tasks" in (error := capsys.readouterr().err)
+    assert "cluster.rendezvous=HOST:PORT" in error
 
 
 def test_the_environment_of_the_ranks() -> None:

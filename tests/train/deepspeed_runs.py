@@ -45,15 +45,19 @@ def accept(step: int, loss: float, norm: float | None) -> bool:
     return True
 
 
-def config_of(*options: str) -> RunConfig:
-    config = load([*TINY, *options])
+def checked_config(*options: str) -> RunConfig:
+    config = load(options)
     check_run(config)
     check_engine(config)
     return config
 
 
+def config_of(*options: str) -> RunConfig:
+    return checked_config(*TINY, *options)
+
+
 def engine_of(config: RunConfig, vocabulary_size: int = VOCABULARY) -> Engine:
-    run = prepare(config, dist.get_world_size())
+    run = prepare(config, dist.get_world_size() if dist.is_initialized() else 1)
     return make_engine(
         config,
         make_spec(config.model, vocabulary_size),

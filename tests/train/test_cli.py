@@ -50,14 +50,6 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert f"  {command}" in capsys.readouterr().out
 
 
-def test_srun_must_not_start_all_ranks_several_times(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    assert main(["train"]) == 2
-    assert "srun started 4 tasks" in capsys.readouterr().err
-
-
 def test_benchmarks_have_their_own_options(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pipetrain").mkdir()
     monkeypatch.setattr("pipetrain.cli.main.__file__", str(tmp_path / "pipetrain" / "cli" / "main.py"))

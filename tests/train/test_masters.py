@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import Tensor, nn
+from updates import stage_in, train_stage
 
-from pipetrain.config.records import ModelConfig, OptimConfig
+from pipetrain.config.records import OptimConfig
 from pipetrain.models.loss import next_token_loss
-from pipetrain.models.spec import make_spec, with_weights_in
 from pipetrain.optim.masters import MasterWeights
-from pipetrain.optim.optimizer import Updates, make_optimizer
+from pipetrain.optim.optimizer import make_optimizer
 from pipetrain.snapshot.state import Part, restore_optimizer, tensors_of
 
 RATE = 1e-5  # that of fine-tuning
 CONFIG = OptimConfig(learning_rate=RATE)
 CPU = torch.device("cpu")
-
-
-def model_in(dtype: torch.dtype) -> nn.Sequential:
-    config = ModelConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=2)
-    return nn.Sequential(*with_weights_in(make_spec(config, 64), dtype).build(0, 3, seed=3))
-
-
-def train(model: nn.Module, optimizer: Updates, steps: range, num_microbatches: int = 2) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        for _ in range(num_microbatches):
-            ids = torch.randint(0, 64, (2, 17), generator=generator)
-            next_token_loss(model(ids[:, :-1]), ids[:, 1:]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+model_in, train = functools.partial(stage_in, num_hidden_layers=1), functools.partial(train_stage, rate=None)
 
 
 def flat(tensors: list[Tensor]) -> Tensor:

@@ -7,24 +7,24 @@ import shutil
 from dataclasses import replace
 from typing import Any
 
+import deepspeed_runs
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed_runs import checked_config
 from ranks import run_ranks
 from rounding import rounding
 
 from pipetrain.config.load import load
 from pipetrain.config.records import RunConfig
-from pipetrain.config.together import check_run, with_steps
+from pipetrain.config.together import with_steps
 from pipetrain.data.batch import Batch
-from pipetrain.engine.available import check_engine
-from pipetrain.engine.engine import Engine, make_engine, precision_of
+from pipetrain.engine.engine import Engine, precision_of
 from pipetrain.models.spec import make_spec, with_compiled_layers
 from pipetrain.snapshot.files import path_of
 from pipetrain.snapshot.reader import Snapshot
 from pipetrain.snapshot.saver import Saver
 from pipetrain.snapshot.state import Part, RunState, tensors_of
-from pipetrain.trainer.prepare import prepare
 
 CPU = torch.device("cpu")
 VOCABULARY = 64
@@ -40,16 +40,11 @@ TINY = [
 
 
 def config_of(*options: str) -> RunConfig:
-    config = load([*TINY, *options])
-    check_run(config)
-    check_engine(config)
-    return config
+    return checked_config(*TINY, *options)
 
 
-def engine_of(config: RunConfig, num_ranks: int) -> Engine:
-    run = prepare(config, num_ranks)
-    spec = make_spec(config.model, VOCABULARY)
-    return make_engine(config, spec, run.plan, run.schedule, device=CPU, on_event=lambda event: None)
+def engine_of(config: RunConfig) -> Engine:
+    return deepspeed_runs.engine_of(config, VOCABULARY)
 
 
 def batch(step: int) -> Batch:
@@ -69,7 +64,7 @@ BF16 = ("precision=bf16-true", "optim.learning_rate=1e-4")
 
 def figures(config: RunConfig) -> tuple[list[float], float | None, set[str], set[str]]:
     """Losses of three steps, held-out loss, dtypes of weights and of what the optimizer holds."""
-    engine = engine_of(config, 2)
+    engine = engine_of(config)
     losses = losses_of(engine, range(1, 4))
     heldout = engine.evaluate([batch(9)])
     weights = {str(weight.dtype) for _, weight in engine.model.named_parameters()}
@@ -81,7 +76,7 @@ def figures(config: RunConfig) -> tuple[list[float], float | None, set[str], set
 def train(config: RunConfig, folder: str, *ends: int, start: int = 0) -> list[float]:
     """Steps after `start`, from its snapshot, with a snapshot at each of `ends`."""
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    engine = engine_of(config, num_ranks)
+    engine = engine_of(config)
     engine.start_at(start + 1)
     if start:
         Snapshot(path_of(pathlib.Path(folder), start)).restore(engine.model, engine.optimizer, rank, CPU)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from datetime import timedelta
 
@@ -12,12 +13,11 @@ from deepspeed_runs import accept, batch_of, engine_of
 from deepspeed_runs import config_of as engine_config
 from ranks import NEVER_SECONDS, run_outcomes, run_ranks
 from torch import Tensor, nn
+from updates import stage_in, train_stage
 
 from pipetrain.comm.failure import PipelineError
-from pipetrain.config.records import ModelConfig, OptimConfig
+from pipetrain.config.records import OptimConfig
 from pipetrain.data.batch import Batch
-from pipetrain.models.loss import next_token_loss
-from pipetrain.models.spec import make_spec, with_weights_in
 from pipetrain.models.trained import Sharded
 from pipetrain.optim.optimizer import Updates, make_optimizer
 from pipetrain.optim.zero import ShardedOptimizer
@@ -30,30 +30,11 @@ PRECISIONS = {
     "bfloat16": (torch.bfloat16, "off"),
 }
 LARGEST_SHARE = {2: 0.51, 4: 0.27}
-
-
-def model_in(dtype: torch.dtype) -> nn.Sequential:
-    """A stage: an embedding and two blocks."""
-    config = ModelConfig(num_hidden_layers=2, hidden_size=32, num_attention_heads=2)
-    return nn.Sequential(*with_weights_in(make_spec(config, 64), dtype).build(0, 4, seed=3))
+model_in, train = functools.partial(stage_in, num_hidden_layers=2), functools.partial(train_stage, rate=1e-3)
 
 
 def config_of(masters: str) -> OptimConfig:
     return OptimConfig(learning_rate=1e-3, masters=masters)
-
-
-def train(model: nn.Module, optimizer: Updates, steps: range) -> None:
-    """The same gradients on every rank, as they are after the reduction."""
-    for step in steps:
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-3 / (step + 1)
-        generator = torch.Generator().manual_seed(step)
-        for _ in range(2):
-            ids = torch.randint(0, 64, (2, 17), generator=generator)
-            next_token_loss(model(ids[:, :-1]), ids[:, 1:]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert all(weight.grad is None for weight in model.parameters())
 
 
 def saved(model: nn.Module, optimizer: Updates) -> Tensors:

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from pipetrain.verify.beside_loop import Found, Verdict, forking, worst_of
+from pipetrain.verify.beside_loop import Found, Verdict, forking
 
 PATIENCE_SECONDS = 120.0  # for one trial; on a machine with nothing else to do it takes less than one
 START_SECONDS = 600.0  # for a process to load torch, likewise
@@ -121,6 +121,11 @@ def wait_for_all(ends: Sequence[Connection], seconds: float) -> None:
     left = list(ends)
     while left and (ready := wait(left, timeout=max(0.0, deadline - time.monotonic()))):
         left = [end for end in left if end not in ready]
+
+
+def worst_of(several: Sequence[Found]) -> Found:
+    """The first of those that came out worst."""
+    return max(several, key=lambda found: list(Verdict).index(found.result))
 
 
 def _told(several: Sequence[Found]) -> Found:

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from apart import try_apart
+from apart import try_apart, worst_of
 from entries import own_boundaries, own_functions, own_state, torch_layers
 from entries.entry import Entry
 
 from pipetrain.monitor.draw.table import Table
 from pipetrain.schedule.policy import Mode
-from pipetrain.verify.beside_loop import Found, Trace, Verdict, Way, beside, plain, worst_of
+from pipetrain.verify.beside_loop import Found, Trace, Verdict, Way, beside, plain
 
 ENTRIES: tuple[Entry, ...] = (
     *torch_layers.ENTRIES,
