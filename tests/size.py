@@ -19,27 +19,27 @@ MOST_LINES = 500
 # Lines that a room of the package may have, all counted. What makes one longer says why in its commit; what makes it shorter takes
 # the figure down.
 ROOMS = {
-    "__init__.py": 70,
-    "cli": 1380,
-    "comm": 3870,
+    "__init__.py": 80,
+    "cli": 1370,
+    "comm": 3830,
     "config": 1350,
-    "data": 2400,
-    "engine": 1170,
-    "launcher": 980,
-    "models": 3840,
-    "monitor": 3280,
-    "optim": 330,
+    "data": 2140,
+    "engine": 1140,
+    "launcher": 820,
+    "models": 3460,
+    "monitor": 3140,
+    "optim": 340,
     "plan": 1350,
-    "runtime": 5220,
-    "schedule": 5210,
-    "snapshot": 1170,
-    "stage": 5110,
-    "train.py": 340,
-    "trainer": 1290,
-    "verify": 1220,
+    "runtime": 4810,
+    "schedule": 4970,
+    "snapshot": 1150,
+    "stage": 5090,
+    "train.py": 320,
+    "trainer": 1280,
+    "verify": 1190,
 }
 # Files of the package that are longer than a file should be, and how long they may be until they are cut.
-LONG_FILES = {"stage/stage.py": 637, "stage/slots.py": 578}
+LONG_FILES = {"stage/stage.py": 571}
 # Tables of broken lines, and of layers: data.
 NOT_COUNTED = ("mutants", "zoo")
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}

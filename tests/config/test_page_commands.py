@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipetrain.cli.command import Parser
-from pipetrain.cli.main import COMMANDS
+from pipetrain.cli.main import COMMANDS, Parser
 from pipetrain.cli.multirun import expand
 from pipetrain.config.load import load
 from pipetrain.config.together import check_run, check_schedule
