@@ -19,7 +19,7 @@ MOST_LINES = 500
 # Lines that a room of the package may have, all counted. What makes one longer says why in its commit; what makes it shorter takes
 # the figure down.
 ROOMS = {
-    "__init__.py": 80,
+    "__init__.py": 70,
     "cli": 1370,
     "comm": 3830,
     "config": 1350,
@@ -28,7 +28,7 @@ ROOMS = {
     "launcher": 820,
     "models": 3460,
     "monitor": 3140,
-    "optim": 340,
+    "optim": 330,
     "plan": 1350,
     "runtime": 4810,
     "schedule": 4970,

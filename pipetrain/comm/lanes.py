@@ -25,6 +25,7 @@ from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Lane, Op, Queue, queue_of
 
 _Span = tuple[Lane, Op, Event, Event]
+_HERE = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -80,36 +81,36 @@ class Lanes:
             self.ahead.join()
 
     def on(self, lane: Lane, waits: Sequence[Op], op: Op) -> AbstractContextManager[Any]:
-        """The stream of `op`, which waits from now on for the events of `waits`."""
+        """The stream of `op`, which waits from now on for the events of `waits`. If the host does not run ahead, they have happened."""
+        if self.ahead is None:
+            return _HERE
         stream = self._stream(lane, op)
         for before in waits:
             event = self._ended.get(before)
             if event is not None:
                 self.device.wait(stream, event)  # [1]
-        if self.ahead is not None:
-            self.ahead.launch(queue_of(lane, op), waits)
+        self.ahead.launch(queue_of(lane, op), waits)
         return self.device.on(stream)
 
     @contextmanager
     def timed(self, lane: Lane, op: Op) -> Iterator[None]:
-        stream = self._stream(lane, op)
-        start = self._record(stream)
+        stream = None if self.ahead is None else self._stream(lane, op)
+        start = self.device.record(stream, self._spare.pop() if self._spare else None)
         # A range for torch's profiler where it is on: without it a range is a tenth of what an op costs us.
-        with record_function(str(op)) if _profiler_enabled() else nullcontext():
+        with record_function(str(op)) if _profiler_enabled() else _HERE:
             yield  # [2]
-        end = self._ended[op] = self._record(stream)  # [3]
+        end = self.device.record(stream, self._spare.pop() if self._spare else None)  # [3]
         self._spans.append((lane, op, start, end))
         if self.ahead is not None:
+            self._ended[op] = end
             self.ahead.end(queue_of(lane, op), op)
-
-    def _record(self, stream: Stream) -> Event:
-        return self.device.record(stream, self._spare.pop()) if self._spare else self.device.record(stream)
 
     def mark(self, lane: Lane, op: Op) -> Event:
         """`op` ends where its stream is now: what waits for it waits for that. Its span is told by `record`."""
+        if self.ahead is None:
+            return self.device.record(None)
         end = self._ended[op] = self.device.record(self._stream(lane, op))
-        if self.ahead is not None:
-            self.ahead.end(queue_of(lane, op), op)
+        self.ahead.end(queue_of(lane, op), op)
         return end
 
     def record(self, lane: Lane, op: Op, start: float, end: float) -> None:

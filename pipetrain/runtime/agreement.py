@@ -24,6 +24,7 @@ from pipetrain.plan.plan import Plan
 from pipetrain.runtime.arguments import check_batch
 from pipetrain.runtime.cut import Counted, cut, num_rows, row_counts, rows_fault, weights_of
 from pipetrain.schedule.op import Op
+from pipetrain.stage.modules import modules_below, parameters_in
 from pipetrain.stage.segments import AnyStage
 
 _LONGEST_ERROR = 600  # so that a header stays within its fixed size
@@ -278,7 +279,7 @@ class Calls:
         """Count it where other parameters need a gradient than at the last call; returns the first of this rank's stages in
         which one does, `num_stages` where there is none."""
         trainable = {
-            index: [parameter.requires_grad for layer in stage.layers for parameter in layer.parameters()]
+            index: [parameter.requires_grad for parameter in parameters_in(modules_below(stage.layers))]
             for index, stage in self._stages.items()
         }
         self._num_changes += trainable != self._trainable

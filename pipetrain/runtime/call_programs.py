@@ -23,6 +23,7 @@ from pipetrain.schedule.policy import EVERY, FIRST, OFF, RecomputePolicy
 from pipetrain.schedule.reduce import with_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.stage.modules import modules_below, parameters_in
 from pipetrain.stage.segments import AnyStage
 
 GivenSchedule = str | os.PathLike[str] | Generator | Schedule
@@ -195,9 +196,8 @@ class Proving:
         return frozenset((stage, numbers[step % len(numbers)]) for stage, numbers in self._recomputed[1])
 
     def _flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        layers = [layer for stage in self._stages.values() for layer in stage.layers]
-        modes = [module.training for layer in layers for module in layer.modules()]
-        return tuple(modes), tuple([one.requires_grad for layer in layers for one in layer.parameters()])
+        modules = modules_below([layer for stage in self._stages.values() for layer in stage.layers])
+        return tuple([one.training for one in modules]), tuple([one.requires_grad for one in parameters_in(modules)])
 
 
 def _in_turn(program: Program, turn: int, idle: frozenset[int]) -> Places:

@@ -33,6 +33,7 @@ from pipetrain.runtime.generation import Choose, Generation, OnToken, Request
 from pipetrain.runtime.losses import LossCheck, loss_of_all
 from pipetrain.runtime.skips import Skips
 from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.stage.modules import buffers_in, modules_below, parameters_in
 from pipetrain.stage.past import set_trainable
 from pipetrain.stage.seeding import generators_restored
 
@@ -216,8 +217,8 @@ class CallRunner:
 
     def _exclude_weights(self) -> None:
         """Weights are no activations."""
-        layers = self._parts.layers.values()
-        self._parts.meter.exclude([one for layer in layers for one in (*layer.parameters(), *layer.buffers())])
+        modules = modules_below(self._parts.layers.values())
+        self._parts.meter.exclude([*parameters_in(modules), *buffers_in(modules)])
 
     def loss_of(self, step: Step) -> Tensor:
         """The loss of all replicas, 0-dim, on every rank's host. Collective. Raises LossNotFinite: that of a microbatch is not finite."""

@@ -23,7 +23,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from pipetrain.stage.errors import StateChanged
 from pipetrain.stage.leaves import is_sharded
-from pipetrain.stage.modules import modules_below, parameters_in
+from pipetrain.stage.modules import buffers_in, modules_below, parameters_in
 from pipetrain.stage.seeding import draws_in_python, seeder
 from pipetrain.stage.tensor_copies import (
     TensorCopies,
@@ -185,10 +185,7 @@ class LayerState:
             self.seeders = [seeder(self._device, in_python=draws_in_python(part)) for part in parts]
 
     def _buffers(self) -> list[Tensor]:
-        """Each buffer once."""
-        filled = filter(None, map(_BUFFERS, self._modules))
-        found = {id(buffer): buffer for buffers in filled for buffer in buffers.values() if buffer is not None}
-        return list(found.values())
+        return buffers_in(self._modules)
 
     def _sort_buffers(self, buffers: list[Tensor]) -> None:
         """Which are copied before each F that has an R, and which watched."""

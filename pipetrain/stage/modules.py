@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def modules_below(roots: Iterable[Any]) -> list[nn.Module]:
@@ -25,4 +25,11 @@ def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Every parameter of these modules once, in the order of `nn.Module.parameters`."""
     filled = [module._parameters for module in modules if module._parameters]
     found = {id(parameter): parameter for own in filled for parameter in own.values() if parameter is not None}
+    return list(found.values())
+
+
+def buffers_in(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Every buffer of these modules once."""
+    filled = [module._buffers for module in modules if module._buffers]
+    found = {id(buffer): buffer for own in filled for buffer in own.values() if buffer is not None}
     return list(found.values())

@@ -24,11 +24,9 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 _MASK = (1 << 64) - 1
 
 
-def mix(*numbers: int, state: int = 0) -> int:
-    """One 64-bit seed from several integers, each of which changes all bits (SplitMix64, Steele et al. 2014, figure 15).
-
-    `state` is that of integers before these.
-    """
+def mix(*numbers: int) -> int:
+    """One 64-bit seed from several integers, each of which changes all bits (SplitMix64, Steele et al. 2014, figure 15)."""
+    state = 0
     for number in numbers:
         state = (state + (number & _MASK) + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -39,8 +37,13 @@ def mix(*numbers: int, state: int = 0) -> int:
 
 def layer_seeds(seed: int, step: int, microbatch: int, layers: Sequence[int]) -> list[int]:
     """The seeds of some layers for one microbatch; `microbatch` counts over all replicas, `layers` over the whole model."""
-    before = mix(seed, step, microbatch)
-    return [mix(layer, state=before) for layer in layers]
+    before, seeds = mix(seed, step, microbatch), []
+    for layer in layers:
+        state = (before + (layer & _MASK) + 0x9E3779B97F4A7C15) & _MASK  # as in `mix`
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        seeds.append(state ^ (state >> 31))
+    return seeds
 
 
 def layer_seed(seed: int, step: int, microbatch: int, layer: int) -> int:
