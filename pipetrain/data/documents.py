@@ -202,18 +202,11 @@ def hf_corpus(config: DataConfig, memory: Path) -> Corpus:
     """The data set of `config`, downloaded if need be; digests are kept in the folder `memory`. Raises ValueError: there is none, or no such split."""
     check_datasets_installed(config)
     assert config.path is not None, "it was checked"
-    train = _load("data.path", config.path, config.subset, "data.split", config.split)
-    heldout = None
-    if config.eval_path is not None:
-        split = config.eval_split or config.split
-        heldout = _load("data.eval_path", config.eval_path, config.subset, "data.eval_split", split)
-    elif config.eval_split is not None:
-        heldout = _load("data.path", config.path, config.subset, "data.eval_split", config.eval_split)
-    parts = [part for part in (train, heldout) if part is not None]
-    names = [
-        f"{config.path}[{config.split}]",
-        f"{config.eval_path or config.path}[{config.eval_split or config.split}]",
-    ]
+    wanted = [("data.path", config.path, "data.split", config.split)]
+    if has_heldout := config.eval_path is not None or config.eval_split is not None:
+        key = "data.path" if config.eval_path is None else "data.eval_path"
+        wanted.append((key, config.eval_path or config.path, "data.eval_split", config.eval_split or config.split))
+    parts = [_load(key, path, config.subset, split_key, split) for key, path, split_key, split in wanted]
     digests = []  # of its files, where it has some, for its rows follow from them; what was made in memory has the library's
     for part in parts:
         files = [Path(file["filename"]) for file in part.cache_files]
@@ -222,13 +215,13 @@ def hf_corpus(config: DataConfig, memory: Path) -> Corpus:
     def rows() -> Iterator[_Row]:
         for number, part in enumerate(parts):
             for line, row in enumerate(part, 1):
-                yield Place(number, line), None if heldout is None else bool(number), row
+                yield Place(number, line), bool(number) if has_heldout else None, row
 
     return Corpus(
-        names,
+        [f"{path}[{split}]" for _, path, _, split in wanted],
         json.dumps(digests),
         sum(map(len, parts)),
-        lambda: _documents_of_rows(rows, config.eval_fraction if heldout is None else 0.0, config.text_field),
+        lambda: _documents_of_rows(rows, 0.0 if has_heldout else config.eval_fraction, config.text_field),
     )
 
 
