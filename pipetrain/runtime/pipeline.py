@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipetrain.comm.clocks import align_clocks
-from pipetrain.comm.coordinates import REPLICA_STAGE, Coordinates
+from pipetrain.comm.coordinates import Coordinates
 from pipetrain.comm.failure import PipelineError
 from pipetrain.comm.group import join_group
 from pipetrain.comm.lanes import Recording, make_lanes
@@ -109,7 +109,6 @@ class Pipeline(StageWeights):
         timeout_seconds: float = 600.0,
         on_event: Callable[[OpEvent], None] | None = None,
     ) -> None:
-        timeout_seconds = checked_timeout(timeout_seconds)  # before this rank waits for another
         spec = spec_of(model).for_loss(loss_fn)
         # Whoever made a bundle with a count_fn has said what its loss is a mean over.
         checks_loss = loss_fn is not None or spec.count_fn is None
@@ -119,14 +118,12 @@ class Pipeline(StageWeights):
         self._take_batch, self._on_event = spec.take_batch, on_event
         self._last_report: Callable[[], RankReport] | None = None
         self._unseen: deque[Recording] = deque()  # what on_event was not given yet
+        of_plan: dict[str, Any] = {}
+        if isinstance(plan, Plan):
+            of_plan = {"shares_gpus": plan.edges == PINNED, "order": plan.order}
+        replicas = replicas_said(num_replicas, plan)
         self._group = join_group(
-            group,
-            device,
-            timeout_seconds=timeout_seconds,
-            shares_gpus=isinstance(plan, Plan) and plan.edges == PINNED,
-            num_replicas=replicas_said(num_replicas, plan),
-            order=plan.order if isinstance(plan, Plan) else REPLICA_STAGE,
-            mesh=mesh,
+            group, device, timeout_seconds=checked_timeout(timeout_seconds), num_replicas=replicas, mesh=mesh, **of_plan
         )
         self._lanes = make_lanes(self._group.chain.rank, self._group.device)
         with self._group.starting():
