@@ -1,5 +1,6 @@
 """A run that is stopped goes on with the very batches, whatever it reads, also when its model is cut into other stages."""
 
+import gc
 import json
 import pathlib
 from typing import Any
@@ -77,3 +78,12 @@ def test_a_corpus_that_changed_is_refused(read: dict[str, list[str]], tmp_path: 
     finally:
         if dist.is_initialized():  # a process that fails ends, and leaves it to the others to see that
             dist.destroy_process_group()
+
+
+def test_what_the_first_step_made_is_collected_once(
+    read: dict[str, list[str]], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen: list[str] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append((tmp_path / "whole/metrics.jsonl").read_text()))
+    run(tmp_path / "whole", *read["ids"])
+    assert [len(lines.splitlines()) for lines in frozen] == [1]
