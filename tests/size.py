@@ -39,7 +39,7 @@ ROOMS = {
     "verify": 1190,
 }
 # Files of the package that are longer than a file should be, and how long they may be until they are cut.
-LONG_FILES = {"stage/stage.py": 571}
+LONG_FILES: dict[str, int] = {}
 # Tables of broken lines, and of layers: data.
 NOT_COUNTED = ("mutants", "zoo")
 _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}

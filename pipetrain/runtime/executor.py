@@ -26,6 +26,7 @@ from pipetrain.runtime.gradients import SharedGradients
 from pipetrain.runtime.program import COMPUTING, Places, Program, ProgramEntry, Turns
 from pipetrain.schedule.grid import grid
 from pipetrain.schedule.op import Kind, Op
+from pipetrain.stage.inference import infer, prepare_stage
 from pipetrain.stage.microbatch import StageInput, StageOutput
 from pipetrain.stage.past import Past
 from pipetrain.stage.seeding import layer_seeds
@@ -127,7 +128,7 @@ class Executor:
         """What the stages of this rank can do towards new tokens before what they wait for has come."""
         if 0 not in self._stages:
             for stage in self._stages.values():
-                stage.prepare(past)
+                prepare_stage(stage, past)
 
     def _run(self, program: Program, entry: ProgramEntry, step: Step) -> bool:
         """Run or start one op; whether it has ended: a transfer is under way then."""
@@ -175,7 +176,7 @@ class Executor:
                     split=entry.split,
                 )
             else:
-                output = stage.infer(given, with_loss=step.with_loss, past=step.past)
+                output = infer(stage, given, with_loss=step.with_loss, past=step.past)
             if entry.writes is not None:  # before the op ends: what it gives may have to be copied
                 self._given[entry.writes] = _crossed(stage, output, given)  # [3]
         if entry.is_last and step.with_loss:

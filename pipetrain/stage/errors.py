@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
+
+if TYPE_CHECKING:
+    from pipetrain.stage.slots import LateBoundSet
 
 Signature = tuple[torch.Size, torch.dtype, type]  # of a saved tensor: the last is the class of the node that made it
 
@@ -29,6 +33,8 @@ class StateChanged(RuntimeError):
 _INSTEAD = "use the operation that returns a new tensor (relu instead of relu_, x + y instead of x += y)"
 # What torch.func says where saved-tensor hooks are in force.
 _FUNCTORCH_REFUSES = "don't yet support saved tensor hooks"
+# What torch.autograd.grad says of a tensor from which nothing leads to its outputs.
+_NOT_IN_THE_GRAPH = "appears to not have been used in the graph"
 # What torch says, who looks by itself where there are no hooks.
 _CHANGED_IN_PLACE = "modified by an inplace operation"
 
@@ -36,6 +42,48 @@ _CHANGED_IN_PLACE = "modified by an inplace operation"
 def refuses_hooks(error: BaseException) -> bool:
     """Whether torch.func has raised this since saved-tensor hooks are in force."""
     return isinstance(error, RuntimeError) and _FUNCTORCH_REFUSES in str(error)
+
+
+def refuse_gradient_inside(
+    late: LateBoundSet,
+    name_of: Callable[[int], str],
+    layer: int,
+    error: BaseException | None = None,
+    cut_before: tuple[str, str, str] | None = None,
+) -> None:
+    """Raise what a layer did in its forward that it may not, if that is why it has raised `error`, or has gone wrong.
+
+    `cut_before`, if its input has a gradient: the stage or part, which of both it is, and what to do about the cut.
+
+    Raises LayerRefused.
+    """
+    name = name_of(layer)
+    if late.wanted is not None and (late.wanted != layer or layer in late.free):
+        raise LayerRefused(
+            f"{name} takes a gradient through {name_of(late.wanted)} inside its forward, whose saved tensors were not "
+            "kept: with recompute.verify=first (the default) a layer that does so from its first microbatch on is known in "
+            "time; else use recompute.mode=never"
+        ) from None
+    is_refused = late.wanted is not None or late.hooks_refused or (error is not None and refuses_hooks(error))
+    if is_refused and layer not in late.free:
+        raise LayerRefused(
+            f"{name} takes a gradient inside its forward, which it did not on its first microbatch: name it in "
+            "recompute.keep_layers, or use recompute.mode=never"
+        ) from None
+    if cut_before is not None and isinstance(error, RuntimeError) and _NOT_IN_THE_GRAPH in str(error):
+        title, kind, instead = cut_before
+        raise LayerRefused(
+            f"{name} takes a gradient inside its forward of what is not in the graph of {title}: "
+            f"where it goes through a layer of the {kind} before, {instead}"
+        ) from error
+
+
+def loss_without_gradient() -> ValueError:
+    return ValueError(
+        "loss_fn returned a loss that needs no gradient, although parameters of the model do: a layer or loss_fn cuts it off from "
+        "them, as detach(), argmax(), item() and torch.no_grad() do. Use operations that have a gradient, or `evaluate` for a loss "
+        "without one"
+    )
 
 
 def input_changed(what: str) -> SavedTensorChanged:

@@ -67,8 +67,7 @@ class KeptLayers:
     def check(self, passed: dict[int, Passed], *, look: bool) -> None:
         """F has ended: which layers have changed in place what a kept layer gave them?
 
-        Raises:
-            SavedTensorChanged: one that did not on its first microbatch.
+        Raises SavedTensorChanged: one that did not on its first microbatch.
         """
         for layer, one in passed.items():
             changed = any(tensor._version != version for tensor, version in one.entered)

@@ -124,11 +124,7 @@ class LayerState:
         return Before(False, copies, watched)
 
     def after_forward(self, before: Before, *, recomputed: bool) -> Seen:
-        """Called when F has ended.
-
-        Raises:
-            StateChanged: F has changed what an R cannot see as it was.
-        """
+        """Called when F has ended. Raises StateChanged: F has changed what an R cannot see as it was."""
         if before.learning:
             self._learn(before)
         if not recomputed or (not before.buffers.tensors and not before.watched):

@@ -62,8 +62,7 @@ class LeafWatch:
     def over(self, on_layer: OnLayer | None) -> Iterator[OnLayer]:
         """Around an F: gives what F is to call after each layer, and after the loss.
 
-        Raises:
-            ValueError: (what F calls) the layer, its leaf and what to do.
+        Raises ValueError: (what F calls) the layer, its leaf and what to do.
         """
         known = (*self._layers, *self._beside)
         allowed = {id(parameter) for layer in known for parameter in layer.parameters()} | {id(self._anchor)}

@@ -117,8 +117,7 @@ class Recompute:
     def raise_what_was_meant(self) -> None:
         """A layer has raised something, or returned: what the hooks had raised through it before counts.
 
-        Raises:
-            SetComplete, RecomputeMismatch
+        Raises SetComplete, RecomputeMismatch.
         """
         if self._is_complete:
             raise SetComplete
@@ -126,11 +125,7 @@ class Recompute:
             raise self._failure
 
     def is_what_was_meant(self, error: BaseException) -> bool:
-        """Whether R is complete, although a layer has raised `error`.
-
-        Raises:
-            RecomputeMismatch
-        """
+        """Whether R is complete, although a layer has raised `error`. Raises RecomputeMismatch."""
         if not self._is_complete and self._failure is not None:
             raise self._failure
         if not self._is_complete and refuses_hooks(error):

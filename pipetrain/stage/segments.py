@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipetrain.stage.microbatch import StageInput, StageOutput
-from pipetrain.stage.past import Past
-from pipetrain.stage.stage import LossFn, PartOf, Stage
+from pipetrain.stage.stage import LossFn, Stage
 from pipetrain.stage.tensor_copies import storage_key
 
 # The leaves of an output, their tree, the device, who gives them, and memories (by the identity of their storage) that nobody may change
@@ -73,7 +72,7 @@ class SegmentedStage:
         self._passing: dict[int, _Passing] = {}
         for number, end in enumerate(accumulate(sizes)):
             start, loss = end - sizes[number], loss_fn if end == len(layers) else None
-            options |= {"first_layer": first_layer + start, "part": PartOf(number, self.layers)}
+            options |= {"first_layer": first_layer + start, "part": number, "beside": self.layers}
             self.parts.append(Stage(index, self.layers[start:end], loss_fn=loss, **options))
         parameters = {id(one): one for own in parameters_of_parts(self) for one in own}
         num_parts = Counter(key for own in parameters_of_parts(self) for key in set(map(id, own)))
@@ -201,19 +200,6 @@ class SegmentedStage:
         self._passing.clear()
         for part in self.parts:
             part.drop()
-
-    # Without a graph ----------------------------------------------------------------------------------------------
-
-    def infer(self, given: StageInput, *, with_loss: bool, past: Past | None = None) -> StageOutput:
-        """F without a graph, as `Stage.infer`; a part finds what it kept in `past` by its own layers."""
-        for part in self.parts:
-            output = part.infer(given, with_loss=with_loss, past=past)
-            given = replace(given, leaves=output.leaves, spec=output.spec)
-        return output
-
-    def prepare(self, past: Past) -> None:
-        for part in self.parts:
-            part.prepare(past)
 
 
 AnyStage = Stage | SegmentedStage

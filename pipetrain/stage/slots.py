@@ -190,8 +190,7 @@ class LateBoundSet:
         `changing` are storages that a later F changes (buffers): what a kept set has of them is copied now. `size` is that of sets
         of this kind.
 
-        Raises:
-            SavedTensorChanged: with the layer, and the shape of the tensor.
+        Raises SavedTensorChanged: with the layer, and the shape of the tensor.
         """
         for number, version, alias in self._aliases:
             if alias._version != version:

@@ -7,7 +7,6 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -20,11 +19,11 @@ from pipetrain.stage.added_losses import AddedLosses
 from pipetrain.stage.casts import WeightCasts
 from pipetrain.stage.entry import Entry
 from pipetrain.stage.errors import (
-    LayerRefused,
     SavedTensorChanged,
     Signature,
     changed_node,
-    refuses_hooks,
+    loss_without_gradient,
+    refuse_gradient_inside,
     saved_changed,
 )
 from pipetrain.stage.inspection import FirstLook
@@ -34,7 +33,6 @@ from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
 from pipetrain.stage.local import without_local
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.microbatch import Held, MicrobatchKind, StageInput, StageOutput
-from pipetrain.stage.past import Past, prepare_cached, run_cached
 from pipetrain.stage.proof import Proof, Stop
 from pipetrain.stage.recompute import Recompute, SetComplete
 from pipetrain.stage.selective import Selection, Wanted
@@ -48,27 +46,11 @@ LossFn = Callable[[Any, Any], Tensor]
 _VERSION = attrgetter("_version")
 _Layer = Callable[[Any], Any]
 
-# What torch.autograd.grad says of a tensor from which nothing leads to its outputs.
-_NOT_IN_THE_GRAPH = "appears to not have been used in the graph"
-_LOSS_WITHOUT_GRADIENT = (
-    "loss_fn returned a loss that needs no gradient, although parameters of the model do: a layer or loss_fn cuts it off from "
-    "them, as detach(), argmax(), item() and torch.no_grad() do. Use operations that have a gradient, or `evaluate` for a loss "
-    "without one"
-)
-
-
-@dataclass(frozen=True)
-class PartOf:
-    """Which part of a stage some of its layers are, from 0, and all layers of that stage."""
-
-    number: int
-    layers: Sequence[nn.Module]
-
 
 class Stage:
     """Consecutive layers and, on the last stage, the loss. `first_layer` is the global index of the first one.
 
-    `part`: the layers are one of the parts in which a stage is recomputed (`stage/segments.py`), a stage in the stage.
+    `part`: the layers are this one of the parts in which a stage is recomputed (`stage/segments.py`), which has layers `beside` them.
     `selective`: which outputs stay from F to B although R runs. `keep_layers`: global indices of layers that no R runs.
     """
 
@@ -84,7 +66,8 @@ class Stage:
         name_of: NameOf = no_names,
         selective: Sequence[Wanted] = (),
         keep_layers: Collection[int] = (),
-        part: PartOf | None = None,
+        part: int | None = None,
+        beside: Sequence[nn.Module] = (),
     ) -> None:
         self.index = index
         self.layers = list(layers)
@@ -95,28 +78,27 @@ class Stage:
         self.kept_bytes: dict[int, int] = {}  # microbatch -> bytes of outputs that are kept for its R, as last seen
         self.device = device
         self.meter = meter
-        self._indices = range(first_layer, first_layer + len(self.layers) + (loss_fn is not None))
+        self.indices = range(first_layer, first_layer + len(self.layers) + (loss_fn is not None))
         own = {number - first_layer for number in keep_layers} & set(range(len(self.layers)))
         self.kept = KeptLayers(own, self.name_of)
         self.holds_outside: set[int] = set()  # layers of which the user was told that they do
         self.state = LayerState(self.layers, loss_fn, self.name_of, device)
         self.casts = WeightCasts(self.layers, device, meter)
-        self._title = f"stage {index}" if part is None else f"part {part.number} of stage {index}"
-        self._cut_before = ("stage", "choose a balance that puts both on one stage")
+        self._title = f"stage {index}" if part is None else f"part {part} of stage {index}"
+        self._cut_before = (self._title, "stage", "choose a balance that puts both on one stage")
         if part is not None:
-            self._cut_before = ("part", "use fewer recompute.segments")
+            self._cut_before = (self._title, "part", "use fewer recompute.segments")
         self._held: dict[int, Held] = {}
         self._deferred: dict[int, Deferral] = {}  # from I to W
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._entry = Entry(
-            self._anchor, self._title, self.name_of, len(self._indices) - 1, has_loss=loss_fn is not None
+            self._anchor, self._title, self.name_of, len(self.indices) - 1, has_loss=loss_fn is not None
         )
         self._stop = Stop.AT_LAYER  # where R may end; before a proof
         self._proved: Sequence[Signature] = ()  # with these in the last layer of which R fills slots
         self._kinds: dict[Hashable, MicrobatchKind] = {}
         self._versions: list[int] = []  # of the parameters, in this step
         self._selection = Selection(selective, self.layers, first_layer) if selective else None
-        beside = () if part is None else part.layers
         self._leaves = LeafWatch(
             self.layers, loss_fn, first_layer=first_layer, anchor=self._anchor, name_of=name_of, beside=beside
         )
@@ -177,7 +159,7 @@ class Stage:
             len(given.leaves),
             bool(given.wants_gradient),
             kind,
-            given.seeds_of(self._indices),
+            given.seeds_of(self.indices),
             has_casts=has_casts,
         )
         is_plain = keep and not prove and kind.is_plain
@@ -188,7 +170,7 @@ class Stage:
         output = self._detached(held, outputs)
         needed = any(output.wants_gradient)
         if self.loss_fn is not None and has_backward and not needed:
-            raise ValueError(_LOSS_WITHOUT_GRADIENT)
+            raise loss_without_gradient()
         if held.deferral is not None:
             self.weights.end_forward(held.deferral, held.roots)
         if held.late is not None:
@@ -286,41 +268,18 @@ class Stage:
             with late.start_layer(value):
                 output = call(value)
         except BaseException as error:
-            self._refuse_gradient_inside(late, number, error, has_input_gradient=held.has_input_gradient)
+            refuse_gradient_inside(
+                late, self.name_of, number, error, self._cut_before if held.has_input_gradient else None
+            )
             raise
         if late.wanted is not None or late.hooks_refused:
-            self._refuse_gradient_inside(late, number)
+            refuse_gradient_inside(late, self.name_of, number)
         if look is not None:
             look.after(number)
         # A gradient may go from a kept layer into the one before it, which must then get what that has given.
         if late.whole and held.given is not None and number in late.whole and number + 1 not in late.whole:
             output = self.kept.pass_on(held.passed, number, output, look=look is not None)
         return output
-
-    def _refuse_gradient_inside(
-        self, late: LateBoundSet, number: int, error: BaseException | None = None, *, has_input_gradient: bool = False
-    ) -> None:
-        """Raises what a layer of F did that it may not, if that is why it has raised `error`, or wanted to."""
-        layer = self.name_of(number)
-        if late.wanted is not None and (late.wanted != number or number in late.free):
-            raise LayerRefused(
-                f"{layer} takes a gradient through {self.name_of(late.wanted)} inside its forward, whose saved tensors were not "
-                "kept: with recompute.verify=first (the default) a layer that does so from its first microbatch on is known in "
-                "time; else use recompute.mode=never"
-            ) from None
-        if number in late.free:
-            pass
-        elif late.wanted is not None or late.hooks_refused or (error is not None and refuses_hooks(error)):
-            raise LayerRefused(
-                f"{layer} takes a gradient inside its forward, which it did not on its first microbatch: name it in "
-                "recompute.keep_layers, or use recompute.mode=never"
-            ) from None
-        if has_input_gradient and isinstance(error, RuntimeError) and _NOT_IN_THE_GRAPH in str(error):
-            kind, instead = self._cut_before
-            raise LayerRefused(
-                f"{layer} takes a gradient inside its forward of what is not in the graph of {self._title}: "
-                f"where it goes through a layer of the {kind} before, {instead}"
-            ) from error
 
     def weighted_loss(self, loss_fn: LossFn, output: Any, given: StageInput, added: AddedLosses) -> Tensor:
         """What the last layer of the last stage is followed by."""
@@ -500,11 +459,7 @@ class Stage:
             raise saved_changed(layer, torch.Size(), "before B read it", node.name()) from error
 
     def backward_weights(self, microbatch: int) -> None:
-        """W: adds to `.grad` of the weights what I has put off.
-
-        Raises:
-            SavedTensorChanged: what waited was changed in place.
-        """
+        """W: adds to `.grad` of the weights what I has put off. Raises SavedTensorChanged: what waited was changed in place."""
         self._deferred.pop(microbatch).run()
 
     def end_step(self) -> None:
@@ -537,35 +492,3 @@ class Stage:
         self._held.clear()
         self._deferred.clear()
         self._end_step()
-
-    # Without a graph ----------------------------------------------------------------------------------------------
-
-    def infer(self, given: StageInput, *, with_loss: bool, past: Past | None = None) -> StageOutput:
-        """F without a graph; with the weighted loss at its end where that is wanted. `past`: going on from the tokens before.
-
-        Then it runs in inference mode: of one token, a tenth of the time is what torch notes down of tensors for a later backward.
-        """
-        calls: list[_Layer] = [*self.layers]
-        seeds = given.seeds_of(self._indices) if past is None else []
-        with torch.no_grad() if past is None else torch.inference_mode(), AddedLosses() as added:
-            value = added.take(pytree.tree_unflatten(list(given.leaves), given.spec))
-            if past is not None:
-                calls = [functools.partial(run_cached, layer, past=past) for layer in calls]
-            if with_loss and self.loss_fn is not None:
-                calls.append(functools.partial(self.weighted_loss, self.loss_fn, given=given, added=added))
-            for number, call in enumerate(calls):
-                if past is None:
-                    self.state.seeders[number](seeds[number])
-                added.of_layer = []
-                value = call(value)
-                added.losses += added.of_layer
-            if with_loss and self.loss_fn is None:
-                value = added.beside(value)
-        leaves, spec = pytree.tree_flatten(without_local(value))
-        return StageOutput(tuple(leaves), spec, (False,) * len(leaves))
-
-    def prepare(self, past: Past) -> None:
-        """What `infer` needs besides its input, while that is on its way."""
-        with torch.inference_mode():
-            for layer in self.layers:
-                prepare_cached(layer, past)

@@ -405,7 +405,7 @@ MUTANTS = (
     Mutant(
         "a loss without a gradient is let pass",
         "pipetrain/stage/stage.py",
-        "            raise ValueError(_LOSS_WITHOUT_GRADIENT)",
+        "            raise loss_without_gradient()",
         "            pass",
         ("tests/regressions/test_needed_gradients.py", "-k", "loss_that_needs_no"),
     ),

@@ -270,7 +270,7 @@ PLANTED = (
     ),
     Planted(
         "each rank seeds its layers from 0",
-        broken(Stage, "forward", "given.seeds_of(self._indices)", "given.seeds_of(range(len(self._indices)))"),
+        broken(Stage, "forward", "given.seeds_of(self.indices)", "given.seeds_of(range(len(self.indices)))"),
         replace(PLAIN, layers=dropout),
         "values",
     ),

@@ -1,0 +1,59 @@
+"""F of a stage without a graph: an evaluation, the call of a pipeline, and tokens one by one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from pipetrain.stage.added_losses import AddedLosses
+from pipetrain.stage.local import without_local
+from pipetrain.stage.microbatch import StageInput, StageOutput
+from pipetrain.stage.past import Past, prepare_cached, run_cached
+from pipetrain.stage.segments import AnyStage, SegmentedStage
+from pipetrain.stage.stage import Stage
+
+
+def infer(stage: AnyStage, given: StageInput, *, with_loss: bool, past: Past | None = None) -> StageOutput:
+    """F without a graph; with the weighted loss at its end if `with_loss`. `past`: of new tokens, after those before.
+
+    Then it runs in inference mode: of one token, a tenth of the time is what torch notes down of tensors for a later backward.
+    """
+    for part in stage.parts if isinstance(stage, SegmentedStage) else (stage,):
+        output = _infer(part, given, with_loss=with_loss, past=past)
+        given = replace(given, leaves=output.leaves, spec=output.spec)
+    return output
+
+
+def _infer(stage: Stage, given: StageInput, *, with_loss: bool, past: Past | None) -> StageOutput:
+    calls: list[Callable[[Any], Any]] = list(stage.layers)
+    seeds: list[int] = []
+    if past is None:
+        seeds = given.seeds_of(stage.indices)
+    else:
+        calls = [functools.partial(run_cached, layer, past=past) for layer in calls]
+    with torch.no_grad() if past is None else torch.inference_mode(), AddedLosses() as added:
+        value = added.take(pytree.tree_unflatten(list(given.leaves), given.spec))
+        if with_loss and stage.loss_fn is not None:
+            calls.append(functools.partial(stage.weighted_loss, stage.loss_fn, given=given, added=added))
+        for number, call in enumerate(calls):
+            if past is None:
+                stage.state.seeders[number](seeds[number])
+            added.of_layer = []
+            value = call(value)
+            added.losses += added.of_layer
+        if with_loss and stage.loss_fn is None:
+            value = added.beside(value)
+    leaves, spec = pytree.tree_flatten(without_local(value))
+    return StageOutput(tuple(leaves), spec, (False,) * len(leaves))
+
+
+def prepare_stage(stage: AnyStage, past: Past) -> None:
+    """What `infer` needs of new tokens besides its input, while that is on its way."""
+    with torch.inference_mode():
+        for layer in stage.layers:
+            prepare_cached(layer, past)
