@@ -134,14 +134,14 @@ MUTANTS = (
         "pipetrain/plan/plan.py",
         "    if isinstance(value, bool) or not isinstance(value, Integral):\n",
         "    if False:\n",
-        ("tests/regressions/test_wrong_arguments.py", "-k", "no_numbers"),
+        ("tests/runtime/test_bad_input.py", "-k", "arguments_that_do_not_fit"),
     ),
     Mutant(
         "half layers are cut off",
         "pipetrain/plan/plan.py",
         "    if counts is None or any(",
         "    if counts is None or False and any(",
-        ("tests/regressions/test_wrong_arguments.py", "-k", "no_numbers"),
+        ("tests/runtime/test_bad_input.py", "-k", "arguments_that_do_not_fit"),
     ),
     Mutant(
         "costs are rounded up before something is proven",
