@@ -148,11 +148,11 @@ def _spec(config: RunConfig, data: Sequence[Data]) -> ModelSpec:
 
 
 def _agreed_orders(config: RunConfig, group: Group) -> list[str | None]:
-    """The orders of pipeline.schedule=auto, one for each phase, which rank 0 knows from the run that goes on, or seeks; none for another
+    """The orders of pipeline.schedule=auto, one per phase: rank 0 takes them from the run that it resumes, or searches. Empty for another
     schedule.
 
     Raises:
-        ValueError: one cannot be sought; on every rank.
+        ValueError: a search is impossible; on every rank.
     """
     if config.pipeline.schedule != AUTO:
         return []
@@ -167,7 +167,7 @@ def _agreed_orders(config: RunConfig, group: Group) -> list[str | None]:
 
 
 def _order_before(config: RunConfig, phase: Phase) -> str | None:
-    """The order of the run that goes on, where it was sought for the same in one of its phases; None: it is to be sought."""
+    """The order that the resumed run found for the same keys, in any of its phases; None: a search is needed."""
     given = config.run_dir if config.resume == AUTO_RESUME else config.resume
     start = Path(given or "").absolute()  # a run folder, its snapshots, one of them
     folders = map(RunFolder, (start, start.parent, start.parent.parent) if given is not None else ())
@@ -183,7 +183,7 @@ def _order_before(config: RunConfig, phase: Phase) -> str | None:
 
 
 def _sought_for(config: RunConfig) -> tuple[object, ...]:
-    """What an order depends on."""
+    """The keys that an order depends on."""
     pipeline = replace(config.pipeline, search_seconds=0.0, balance="auto")
     return pipeline, replace(config.recompute, verify="off"), config.transport.prefetch, config.plan, config.cost
 
@@ -204,7 +204,7 @@ def _steps(
     group: Group,
     stack: ExitStack,
 ) -> Steps:
-    """All that the steps need, from the snapshot that the run goes on from; `stack` closes it."""
+    """All that the steps need, in the state of the snapshot from which the run starts; `stack` closes it."""
     at, plan = group.coordinates, phases[0].run.plan
     snapshots = Snapshots(config, plan, folder.path, group, data=data[0].fingerprint, replica=at.replica)
     first = snapshots.first_step
@@ -296,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with _warnings_as_lines():
                 return train(config)
         except OSError as error:
-            go_on = "resume=auto run_dir=PATH goes on from the last snapshot"
+            go_on = "resume=auto run_dir=PATH resumes from the last snapshot"
             return Outcome(rank, Exit.FAILED, f"rank {rank}: {error}; {go_on}")
 
     return run_as_rank(work, PipelineError)

@@ -96,7 +96,7 @@ class HeldoutBatches:
 
 
 PassedOver = Sequence[tuple[int, int]]
-"""(a, b): the batches of steps a + 1 to b were passed over, because the run went back from step b to step a."""
+"""(a, b): the run rolled back from step b to step a, and skips the batches that steps a + 1 to b had read."""
 
 
 class PhasedBatches:

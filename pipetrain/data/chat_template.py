@@ -31,7 +31,7 @@ Span = tuple[int, int]  # characters of a rendered chat
 
 
 class SampleRefused(Exception):
-    """A chat that is no sample; the message says why, after the place where it stands."""
+    """A chat that cannot be a sample; the message says why, after its file and line."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ChatTemplate:
             # some tokenizers leave white space out of a token's characters: a token without any belongs to what it ends
             counted |= np.where(begin == end, (first < end) & (end <= last), (begin < last) & (end > first))
             if not self.has_marks and ((begin < first) & (end > first)).any():
-                raise self._refusal("the tokens of a prompt are not those of the chat that goes on from it")
+                raise self._refusal("a prompt has other tokens by itself than at the start of its chat")
         return counted
 
     def _by_turns(self, row: Row) -> tuple[str, list[Span]]:

@@ -136,8 +136,8 @@ def open_data(
 ) -> OpenData:
     """Find, read and tokenize what `config` names, to be cut.
 
-    `own_tokenizer` is what data.tokenizer=null means. Of several processes one tokenizes; the others wait as long as it comes on.
-    Raises ValueError: with the key and what to type next, where there is nothing, not enough of it, or a document that is no sample.
+    `own_tokenizer` is what data.tokenizer=null means. Of several processes one tokenizes; the others wait while it makes progress.
+    Raises ValueError, with the key and what to type next: there are no documents or too few, or one cannot be a sample.
     """
     check_data(config, own_tokenizer)
     tokenizer = make_tokenizer(config, own_tokenizer)

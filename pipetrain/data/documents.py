@@ -72,7 +72,7 @@ def text_corpus(split: Split, digest: str) -> Corpus:
 
 
 def json_corpus(train: Sequence[Scanned], heldout: Sequence[Scanned], fraction: float, text_field: str) -> Corpus:
-    """Files with a JSON object on each line (empty lines are passed over); `heldout` files are held out as a whole, else a `fraction`
+    """Files with a JSON object on each line (empty lines are skipped); `heldout` files are held out as a whole, else a `fraction`
     of the documents in `train`."""
     files = [*train, *heldout]
 
@@ -106,11 +106,11 @@ def _documents_of_rows(rows: Callable[[], Iterator[_Row]], fraction: float, text
         try:
             content = _content_of(json.loads(row) if isinstance(row, bytes) else row, text_field, seen)
         except json.JSONDecodeError as error:
-            problem = f"it is no JSON ({error.msg}, column {error.colno})"
+            problem = f"it is not valid JSON ({error.msg}, column {error.colno})"
         except UnicodeDecodeError as error:
             problem = f"it is not UTF-8 (byte {error.start} of the line)"
         except RecursionError:
-            problem = "it is no JSON that can be read (nested too deeply)"
+            problem = "its JSON is nested too deeply to be read"
         except ValueError as error:
             problem = str(error)
         yield Document(content, place, size, held, problem=problem)
@@ -119,7 +119,7 @@ def _documents_of_rows(rows: Callable[[], Iterator[_Row]], fraction: float, text
 def _content_of(row: Any, text_field: str, seen: set[str]) -> str | Row:
     """The text of a row, or the row where it is a chat. `seen`: the field of rows before. Raises ValueError: it is neither, or another kind."""
     if not isinstance(row, Mapping):
-        raise ValueError(f"it is no object but a {type(row).__name__}")
+        raise ValueError(f"it is not a JSON object but a {type(row).__name__}")
     field = MESSAGES if row.get(MESSAGES) is not None else text_field
     content = row.get(field)
     if content is None:

@@ -187,7 +187,7 @@ def folder_samples(config: DataConfig, folder: Path, sheet: TokenSheet) -> Sampl
         return _whole_documents(config, sheet, parts, layout)
     if sheet.is_chat:
         raise ValueError(
-            f"data.layout=stream: {key_of_text(config)} holds chats, of which a piece is no sample; use data.layout=packed or padded"
+            f"data.layout=stream: {key_of_text(config)} holds chats, which cannot be cut into pieces; use data.layout=packed or padded"
         )
     train, heldout = stream_samples(config, parts[TRAIN].tokens, parts[HELDOUT].tokens, "tokens")
     return SampleSets(train, heldout, sheet.vocabulary_size, sheet.fingerprint, sheet.num_skipped, sheet.first_problem)

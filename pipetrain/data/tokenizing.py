@@ -38,10 +38,10 @@ from pipetrain.data.token_file import (
 from pipetrain.data.tokenizer import ByteTokenizer, Encoded, Tokenizer
 
 Tell = Callable[[float], None]
-"""Is told how much of something is done, from 0 to 1."""
+"""Called with the fraction that is done, from 0 to 1."""
 
-WAIT_SECONDS = 600.0  # for a process that tokenizes and does not come on
-_PAUSE_SECONDS = 0.1  # between two looks at it
+WAIT_SECONDS = 600.0  # for another process that tokenizes and makes no progress
+_PAUSE_SECONDS = 0.1  # between two checks of its progress
 
 
 def tokenized(
@@ -52,7 +52,7 @@ def tokenized(
     timeout_seconds: float = WAIT_SECONDS,
     tell: Tell | None = None,
 ) -> Path:
-    """The folder with the tokens: `out`, or one in the cache, made once. Raises ValueError: a document is no sample, or it cannot be written."""
+    """The folder with the tokens: `out`, or one in the cache, made once. Raises ValueError: a document cannot be a sample, or the folder cannot be written."""
     corpus = corpus_of(config, tokenizer)
     folder = cache_root(config.cache_dir) / _name_of(config, corpus, tokenizer) if out is None else out
     make = partial(write_tokens, corpus, tokenizer, skips=config.on_error == "skip", tell=tell)
@@ -146,9 +146,9 @@ BATCH_DOCUMENTS = 4096
 
 
 def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: bool, tell: Tell | None = None) -> None:
-    """Tokenizes all documents of `corpus` into the empty `folder`. `skips`: documents that are no samples are counted, not refused.
+    """Tokenizes all documents of `corpus` into the empty `folder`. `skips`: documents that cannot be samples are counted, not refused.
 
-    Raises ValueError: a document is no sample, with its file and line; or none of them all is; OSError: it cannot be written.
+    Raises ValueError: a document cannot be a sample (its file and line are named), or no document can; OSError: `folder` cannot be written.
     """
     item_type = smallest_type(tokenizer.vocabulary_size)
     problems = _Problems(corpus, skips)
@@ -165,7 +165,7 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: b
                 tell(min(done / max(corpus.num_bytes, 1), 1.0))
     numbers = {part: writers[part].numbers for part in PARTS}
     if problems.first is not None and not any(part.tokens for part in numbers.values()):
-        raise ValueError(f"no document is a sample, the first of {problems.num_skipped}: {problems.first}; mend them")
+        raise ValueError(f"no document can be a sample; first of {problems.num_skipped}: {problems.first}; fix them")
     sheet = TokenSheet(
         format=FORMAT,
         item_type=item_type.name,
@@ -186,7 +186,7 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: b
 
 @dataclass
 class _Problems:
-    """Documents that are no samples: the first one is the end, or all are counted."""
+    """Documents that cannot be samples: the first one raises, or all are counted."""
 
     corpus: Corpus
     skips: bool
@@ -208,8 +208,8 @@ def place_named(sources: Sequence[str], source: int, line: int) -> str:
 
 
 def refusal_of(problem: str) -> str:
-    """What is said where data.on_error=stop meets a document that is no sample."""
-    return f"{problem}; mend it, or pass over all such: data.on_error=skip"
+    """The error for a document that cannot be a sample, where data.on_error=stop."""
+    return f"{problem}; fix it, or skip all such documents: data.on_error=skip"
 
 
 def _batches(documents: Iterator[Document], problems: _Problems) -> Iterator[list[Document]]:

@@ -44,7 +44,7 @@ class RunReport:
     peak_activation_bytes_never: PerRank  # without recomputation
     format_version: int = FORMAT_VERSION
     skipped_steps: int = 0  # steps that did not change the weights, because of their loss or gradient
-    rollbacks: int = 0  # times that the run went back to an older snapshot, because of a loss or gradient
+    rollbacks: int = 0  # how often the run rolled back to an older snapshot, because of a loss or gradient
     stragglers: tuple[Straggler, ...] = ()  # ranks whose ops became slower, or are slower than their like
     mfu: float | None = None  # median share of what the devices could do (observe.peak_flops_per_second)
     set_bytes: PerRank = ()  # of one microbatch, the most of any stage of the rank; where nobody tells none
@@ -128,9 +128,9 @@ def remarks(report: RunReport) -> list[str]:
     """What did not go as it should, a sentence each; nothing where all is well."""
     found = []
     if report.skipped_steps:
-        found.append(f"Steps left out because of their loss or gradient: {report.skipped_steps}.")
+        found.append(f"Steps skipped because of their loss or gradient: {report.skipped_steps}.")
     if report.rollbacks:
-        found.append(f"Times that the run went back to a snapshot because of a loss or gradient: {report.rollbacks}.")
+        found.append(f"Rollbacks to a snapshot because of a loss or gradient: {report.rollbacks}.")
     slow = {one.rank for one in report.stragglers}
     quick = {where.replica for where in report.ranks if where.rank not in slow}
     for replica in sorted({where.replica for where in report.ranks} - quick) if quick else ():
@@ -265,8 +265,8 @@ def make_report(
     """The report of the run: medians over the steps that were predicted (all, where there are too few), peaks of all; `known` are the other
     fields.
 
-    A run that goes on reports the steps since then, from `first_step`: before, it may have had another number of ranks. Likewise those of a
-    phase.
+    The report of a resumed run, or of a phase, covers its own steps alone, from `first_step` on: earlier ones may have run on another number
+    of ranks.
     """
     compared = [step for step in metrics if step.step >= first_step - 1 + FIRST_COMPARED_STEP]
     settled = compared or metrics

@@ -1,4 +1,4 @@
-"""A whole snapshot, read by the names of the whole model: which rank wrote a tensor does not matter to who reads it."""
+"""A whole snapshot, read by the names of the whole model: a reader need not know which rank wrote a tensor."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where a run may start: what `resume` and `init_from` can name, which snapshot is the newest whole one, and what a run that goes on must not
-change. Without torch."""
+"""Where a run may start: what `resume` and `init_from` can name, which snapshot is the newest undamaged one, and which keys a resumed run must
+not change. Without torch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _MISSING = object()
 
 
 def check_start(resume: str | None, init_from: str | None, run_dir: str | None) -> None:
-    """What can be said of `resume` and `init_from` before a process starts.
+    """Check `resume` and `init_from` before a process starts.
 
-    Raises ValueError: keys that do not go together, or a path where nothing is.
+    Raises ValueError: keys that exclude each other, or a path that does not exist.
     """
     if resume == AUTO and run_dir is None:
-        raise ValueError("resume=auto: goes on from the newest snapshot in run_dir; give run_dir=PATH as well")
+        raise ValueError("resume=auto: resumes from the newest snapshot in run_dir; give run_dir=PATH as well")
     if resume not in (None, AUTO) and init_from is not None:
         raise ValueError(f"resume={resume} init_from={init_from}: a resumed run has its weights; give one")
     for key, path in (("resume", resume), ("init_from", init_from)):
@@ -108,9 +108,9 @@ SNAPSHOTS = "snapshots"  # the folder of a run folder that holds them
 
 
 def newest_whole(folder: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest snapshot in `folder` that is as it was written; None where there are none at all.
+    """The newest undamaged snapshot in `folder`; None: the folder holds no snapshots.
 
-    Damaged ones are set aside under another name, so that they do not count as kept, and the user is told.
+    Damaged ones get another name, so that they do not count as kept, and `say` gets a line for each.
     Raises SnapshotDamaged: all are damaged. A fresh start would hide that a run was lost, so the user has to ask for one.
     """
     damaged: list[SnapshotDamaged] = []

@@ -37,9 +37,7 @@ class RunState:
     config: Mapping[str, Any]  # the whole configuration, as nested dicts
     plan: Mapping[str, Any]  # layers per stage, and who held them
     data: str | None = None  # fingerprint of the text; None: written by a version that had none
-    guard: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # which batches were passed over, and what the guard remembers
+    guard: Mapping[str, Any] = field(default_factory=dict)  # which batches are skipped, and what the guard remembers
     tokens: Mapping[str, Any] = field(default_factory=dict)  # how many tokens the run has seen
 
 

@@ -85,7 +85,7 @@ def _claimed_folder(run_dir: str | None, experiment: str, *, again: bool) -> Ite
 
 
 def check_shared(run_dir: Path, group: Group, timeout_seconds: float = _SHARED_SECONDS) -> None:
-    """Ranks of several machines write into one run folder, and go on from its snapshots.
+    """Ranks of several machines write into one run folder, and resume from its snapshots.
 
     Raises:
         ValueError: a machine does not see the folder of the first within `timeout_seconds`; on every rank.

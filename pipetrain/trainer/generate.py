@@ -29,7 +29,7 @@ class Asked:
     """What a user wants to read: see `Pipeline.generate`.
 
     Where the model's tokenizer has a chat template, prompts are questions, each a chat of its own after the `system` message; `raw`: they
-    are texts to go on from in any case.
+    are texts to continue in any case.
     """
 
     prompts: tuple[str, ...]
@@ -94,7 +94,7 @@ def _are_chats(asked: Asked, tokenizer: Tokenizer) -> bool:
     """
     has_template = isinstance(tokenizer, HfTokenizer) and tokenizer.has_chats
     if asked.system is not None and (asked.raw or not has_template):
-        why = "--raw goes on from a text" if asked.raw else f"{tokenizer.called} has no chat template"
+        why = "--raw continues a text" if asked.raw else f"{tokenizer.called} has no chat template"
         raise ValueError(f"--system={asked.system}: {why}, and there is no chat for it to begin")
     return has_template and not asked.raw
 

@@ -64,7 +64,7 @@ class Guard:
         self._losses: deque[float] = deque(maxlen=config.spike_window)
         self._norms: deque[float] = deque(maxlen=config.spike_window)
         self._skips_in_a_row = 0
-        # By rollbacks: (a, b) where the run went back from step b to step a, so that the batches of steps a + 1 to b do not come again.
+        # Rollbacks: (a, b) from step b to step a. The batches that steps a + 1 to b had read are skipped.
         self.passed_over: list[tuple[int, int]] = []
         self.num_skipped = 0
         self.num_rollbacks = 0
@@ -115,25 +115,23 @@ class Guard:
     def _decide(self, wanted: Action) -> tuple[Action, str]:
         if wanted is Action.SKIP:
             if self._skips_in_a_row < self._config.max_skips:
-                return wanted, "its step is left out"
-            return Action.STOP, f"{self._skips_in_a_row} steps before it were left out (guard.max_skips): the run stops"
+                return wanted, "its step is skipped"
+            return Action.STOP, f"{self._skips_in_a_row} steps before it were skipped (guard.max_skips): the run stops"
         if wanted is Action.ROLLBACK:
             if self.num_rollbacks < self._config.max_rollbacks:
-                return wanted, "the run goes back to the newest snapshot"
-            return Action.STOP, f"the run went back {self.num_rollbacks} times (guard.max_rollbacks): it stops"
+                return wanted, "the run rolls back to the newest snapshot"
+            return Action.STOP, f"the run rolled back {self.num_rollbacks} times (guard.max_rollbacks): it stops"
         return Action.STOP, "the run stops"
 
     def cannot_go_back(self) -> Incident:
-        """A rollback was decided, and there is no snapshot: the run stops instead."""
+        """The guard asked for a rollback, and there is no snapshot: the run stops instead."""
         assert self.incident is not None
-        advice = (
-            "there is no snapshot to go back to yet, so the run stops; a smaller snapshot.every_steps makes one sooner"
-        )
+        advice = "there is no snapshot to roll back to yet, so the run stops; a smaller snapshot.every_steps makes one sooner"
         self.incident = replace(self.incident, action=Action.STOP, advice=advice)
         return self.incident
 
     def rolled_back(self, to_step: int, state: Mapping[str, Any]) -> None:
-        """The run is as it was after `to_step`, with `state` of then; the batches up to the incident's do not come again."""
+        """Load `state`, the guard's after `to_step`, and skip the batches from there up to the incident's."""
         assert self.incident is not None
         passed_over = [*self.passed_over, (to_step, self.incident.step)]
         rollbacks, skipped = self.num_rollbacks + 1, self.num_skipped
@@ -143,7 +141,7 @@ class Guard:
         self.incident = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What JSON can say; a run that goes on with it decides as one that was not disturbed."""
+        """State of plain JSON values. A resumed run that loads it decides as an uninterrupted run does."""
         return {
             "losses": list(self._losses),
             "norms": list(self._norms),

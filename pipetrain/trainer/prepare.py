@@ -57,14 +57,14 @@ class Run:
     plan: Plan
     schedule: Schedule
     size: ModelSize
-    found: FoundSchedule | None = None  # where pipeline.schedule=auto was sought
-    note: str = ""  # why pipeline.balance=auto shares out no equal work
+    found: FoundSchedule | None = None  # the result of the search for pipeline.schedule=auto
+    note: str = ""  # why pipeline.balance=auto does not give stages equal work
 
 
 def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None = None) -> Run:
     """The run of `config` on `num_ranks` ranks, those of all replicas; None: on as many as it asks for. The schedule is proven to end.
 
-    `order` is that of pipeline.schedule=auto, as `write_csv` spells it, where it is known; else it is sought.
+    `order` is that of pipeline.schedule=auto, as `write_csv` spells it; None: it is searched for.
 
     Raises:
         ValueError: values out of range, or that do not fit each other, the model or the number of ranks; with the key, the
@@ -339,7 +339,7 @@ def conditions_of(config: RunConfig) -> dict[str, Any]:
 
 
 def _sought(spec: ScheduleSpec, costs: Costs, config: RunConfig) -> FoundSchedule:
-    """The best order for the costs, from the user's cache where it was sought before."""
+    """The best order for the costs; the user's cache holds the results of earlier searches."""
     return best_schedule(spec, costs, Effort(config.pipeline.search_seconds), cache_folder(), _say)
 
 

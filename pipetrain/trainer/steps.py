@@ -263,7 +263,7 @@ class Steps:
             self.engine.check_replicas()
         except PipelineError as error:
             raise PipelineError(
-                f"{error} (seen after step {step}, nothing was saved since; resume=auto goes on from the newest snapshot, in which they "
+                f"{error} (seen after step {step}, before the next snapshot; resume=auto resumes from the newest snapshot, in which they "
                 "were the same)"
             ) from error
 
@@ -329,7 +329,7 @@ class Steps:
         self.seen.load_state_dict(state.tokens)
         self.recorder.rewind(state.step + 1)
         self.engine.start_at(state.step + 1)
-        self.recorder.say(f"back to step {state.step}; batches passed over because of it: {incident.step - state.step}")
+        self.recorder.say(f"back to step {state.step}; batches skipped because of it: {incident.step - state.step}")
         return state.step + 1
 
 

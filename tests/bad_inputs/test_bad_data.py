@@ -45,13 +45,13 @@ DATA = [
             lines("", "{}/a.jsonl", "has 0 tokens", prepare=files(**{"a.jsonl": b"\n\n"})),
             lines(
                 "",
-                "{}/a.jsonl:2: it is no JSON",
+                "{}/a.jsonl:2: it is not valid JSON",
                 "column 10",
                 "data.on_error=skip",
                 prepare=second_line(b'{"text": "ab'),
             ),
             lines("", "{}/a.jsonl:2: it is not UTF-8", prepare=second_line(b'{"text": "\xff"}')),
-            lines("", "{}/a.jsonl:2: it is no object but a list", prepare=second_line(b"[]")),
+            lines("", "{}/a.jsonl:2: it is not a JSON object but a list", prepare=second_line(b"[]")),
             lines(
                 "",
                 "{}/a.jsonl:2",

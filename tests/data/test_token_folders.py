@@ -147,7 +147,9 @@ def test_text_that_is_not_utf8(tokenizer: str, tmp_path: pathlib.Path) -> None:
 def test_a_corpus_of_which_nothing_is_left(tokenizer: str, tmp_path: pathlib.Path) -> None:
     (tmp_path / "a.jsonl").write_text('nonsense\n{"tex": "Hello there."}\n')
     config = config_of(tmp_path, name="jsonl", path=str(tmp_path / "a.jsonl"), tokenizer=tokenizer, on_error="skip")
-    with pytest.raises(ValueError, match=r"^no document is a sample, the first of 2: .*a\.jsonl:1: it is no JSON"):
+    with pytest.raises(
+        ValueError, match=r"^no document can be a sample; first of 2: .*a\.jsonl:1: it is not valid JSON"
+    ):
         make_data(config, 0)
 
 
@@ -363,7 +365,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: pathlib.Path) -> None:
 def test_what_fails_leaves_nothing(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "Hello"}\n{"text": "broken\n')
-    with pytest.raises(ValueError, match=r"a\.jsonl:2: it is no JSON"):
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: it is not valid JSON"):
         make_data(config_of(tmp_path, name="jsonl", path=str(path)), 0)
     assert [entry.suffix for entry in (tmp_path / "cache").iterdir()] == [".lock"]
 

@@ -54,4 +54,4 @@ def test_names_are_escaped_and_remarks_are_there() -> None:
     report = dataclasses.replace(REPORT, experiment="<b>", skipped_steps=3)
     text = run_page(report, [MEASURED], None, predicted_from=range(2, 5), clock_error_seconds=0.0)
     assert "<b>" not in text
-    assert "Steps left out because of their loss or gradient: 3." in text
+    assert "Steps skipped because of their loss or gradient: 3." in text

@@ -247,7 +247,7 @@ def test_a_job_that_gets_nowhere_gives_up(cluster: Cluster, text: list[str], tmp
     assert wait_for_the_end(cluster, job, run) == "FAILED 1:0", log(run)
     said = log(run)
     assert said.count(again) == 1, said
-    assert "1 restarts in a row brought the run no further (there is no snapshot yet)" in said, said
+    assert "1 restarts in a row made no progress (there is no snapshot yet)" in said, said
 
 
 def test_an_array_trains_a_line_per_task(cluster: Cluster, text: list[str], tmp_path: pathlib.Path) -> None:

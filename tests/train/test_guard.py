@@ -83,7 +83,7 @@ def test_too_many_skips_in_a_row_stop() -> None:
     assert guard.incident.action is Action.SKIP
     accepted(guard, math.nan)
     assert guard.incident.action is Action.STOP
-    assert "2 steps before it were left out (guard.max_skips)" in guard.incident.advice
+    assert "2 steps before it were skipped (guard.max_skips)" in guard.incident.advice
 
 
 def test_a_rollback_passes_over_the_batches_up_to_the_bad_one() -> None:
@@ -99,7 +99,7 @@ def test_a_rollback_passes_over_the_batches_up_to_the_bad_one() -> None:
     accepted(guard, math.nan, first_step=5)
     assert guard.incident is not None
     assert guard.incident.action is Action.STOP
-    assert "went back 2 times (guard.max_rollbacks)" in guard.incident.advice
+    assert "rolled back 2 times (guard.max_rollbacks)" in guard.incident.advice
 
 
 def test_the_batch_of_an_incident_may_be_trees(tmp_path: pathlib.Path) -> None:
@@ -185,7 +185,7 @@ def test_spikes_are_left_out_and_their_batches_kept(skipping: pathlib.Path) -> N
     report = json.loads((skipping / "report.json").read_text())
     assert (report["skipped_steps"], report["rollbacks"]) == (len(skipped), 0)
     assert report["tokens_seen"] == metrics[-1]["tokens_seen"] == (STEPS - len(skipped)) * 2 * 32
-    assert f"Steps left out because of their loss or gradient: {len(skipped)}." in (skipping / "report.md").read_text()
+    assert f"Steps skipped because of their loss or gradient: {len(skipped)}." in (skipping / "report.md").read_text()
 
 
 @pytest.mark.slow

@@ -51,17 +51,17 @@ def begin(run_dir: Path, *, is_restart: bool) -> Restarts:
 
 
 def may_go_on(run_dir: Path, max_restarts: int) -> bool:
-    """Whether one more restart has a chance: this start has brought a snapshot, or there were not too many before."""
+    """Whether to restart once more: this start has saved a snapshot, or fewer than `max_restarts` starts in a row saved none."""
     now = _read(run_dir) or Restarts(0, 0)
     return newest_step(run_dir) > now.step or now.without_progress < max_restarts
 
 
 def given_up(run_dir: Path, max_restarts: int) -> str:
-    """What to say when the job stops instead of starting once more."""
+    """The message when the job stops instead of restarting."""
     step = newest_step(run_dir)
     where = f"the newest snapshot is still that of step {step}" if step else "there is no snapshot yet"
     return (
-        f"{max_restarts} restarts in a row brought the run no further ({where}), so the job does not start again "
+        f"{max_restarts} restarts in a row made no progress ({where}), so the job does not restart "
         "(cluster.max_restarts). The messages above say why; smaller snapshot.every_steps, a longer cluster.time_limit or "
         "larger cluster.signal_seconds help where the time was too short"
     )
@@ -89,7 +89,7 @@ def requeue(job: str) -> str:
     if state != "RUNNING":
         return f"job {job} is {state or 'gone'}, so it is not put back into the queue"
     _run(["scontrol", "requeue", job])
-    return f"job {job} waits in the queue again, and will go on from its newest snapshot"
+    return f"job {job} waits in the queue again, and will resume from its newest snapshot"
 
 
 def _run(command: Sequence[str]) -> str:
