@@ -24,7 +24,7 @@ def cross(
 ) -> tuple[list[Any], dict[int, str]]:
     """The leaves of a stage's output as the next stage gets them, and which of them it may not change in place, and why.
 
-    `giver` names the stage's last layer in an error; `fixed` are
+    A lazy conjugate or negation is carried out: bytes do not tell of it. `giver` names the stage's last layer in an error; `fixed` are
     memories (by the identity of their storage) that nobody may change in place.
 
     Raises:
@@ -49,13 +49,23 @@ def cross(
                 number,
                 f"{names[number]} of {giver} which looks into the memory of {names[other]}: clone one of them there",
             )
-    return list(leaves), may_not_change
+    return _resolved(leaves), may_not_change
 
 
 def memories(leaves: Sequence[Any], fixed: Mapping[int, str]) -> dict[int, str]:
     """What of a stage's input may not be changed in place, for `cross`: the identities of storages, and why."""
     dense = {n: why for n, why in fixed.items() if leaves[n].layout is torch.strided and not leaves[n].is_nested}
     return {leaves[number].untyped_storage()._cdata: why for number, why in dense.items()}
+
+
+def _resolved(leaves: Sequence[Any]) -> list[Any]:
+    """Without lazy bits; a tensor that stands twice still does."""
+    done = {
+        id(leaf): leaf.resolve_conj().resolve_neg()
+        for leaf in leaves
+        if isinstance(leaf, Tensor) and (leaf.is_conj() or leaf.is_neg())
+    }
+    return [done.get(id(leaf), leaf) for leaf in leaves] if done else list(leaves)
 
 
 def _fault(leaf: Any, device: torch.device) -> str:

@@ -43,7 +43,7 @@ class Timed(CpuDevice):
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
-    def record(self, stream: object) -> float:  # noqa: ARG002
+    def record(self, stream: object, again: object = None) -> float:  # noqa: ARG002
         return self._clock()
 
 
