@@ -33,7 +33,7 @@ ROOMS = {
     "runtime": 4810,
     "schedule": 4970,
     "snapshot": 1150,
-    "stage": 5090,
+    "stage": 5100,
     "train.py": 320,
     "trainer": 1280,
     "verify": 1190,

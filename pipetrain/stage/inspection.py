@@ -38,7 +38,7 @@ from pipetrain.stage.proof import describe_difference, differ
 from pipetrain.stage.slots import LateBoundSet
 from pipetrain.stage.split_backward import Deferral
 from pipetrain.stage.split_linear import split_layer
-from pipetrain.stage.tensor_copies import TensorCopies, copy_of, is_dense, is_small, storage_key
+from pipetrain.stage.tensor_copies import TensorCopies, copy_of, is_dense, is_small, same_values, storage_key
 from pipetrain.stage.traces import first_change, holds_outside, outer_traces, own_traces, rebound_outside
 
 if TYPE_CHECKING:
@@ -187,6 +187,7 @@ class LayerInspection:
         self._rebinds = rebound_outside(layer)  # a copy would rebind it, too
         # One that reaches outside is not tried: a copy would, too.
         self._twin = None if self._rebinds or holds_outside(layer) else _twin_of(layer, buffers, shared)
+        self._buffer_names = {name for name, _ in layer.named_buffers()} if isinstance(layer, nn.Module) else set()
         large = {id(buffer) for buffer in layer.buffers()} if isinstance(layer, nn.Module) else set()  # shared with it
         self._buffers = [
             (module, name, buffer, buffer.clone())
@@ -231,7 +232,7 @@ class LayerInspection:
             name = first_change(self._own, own_traces(self._layer))
             return None if name is None else f"changes its attribute {name} in its forward"
         self._put_buffers_back()
-        before = own_traces(self._twin)
+        before, late = own_traces(self._twin), self._late_buffers()
         again: list[Tensor] = []
         try:
             with collecting(), _StoragesMade() as made:
@@ -242,6 +243,11 @@ class LayerInspection:
             return None  # R will say it
         if (name := first_change(before, own_traces(self._twin))) is not None:
             return f"changes its attribute {name} in each forward"
+        now = self._late_buffers()
+        if (
+            name := next((name for name in now if name not in late or not same_values(now[name], late[name])), None)
+        ) is not None:
+            return f"changes its buffer {name}, which it registers in its first forward"
         if len(again) != len(saved):
             return f"saves {len(again)} tensors when it runs again, and {len(saved)} the first time"
         for found, expected in zip(again, saved):
@@ -250,6 +256,12 @@ class LayerInspection:
             if differ(found, expected):
                 return f"computes other values when it runs again: {describe_difference(found, expected)}"
         return None
+
+    def _late_buffers(self) -> dict[str, Tensor]:
+        """Copies of the buffers that the layer has registered since: R would find them as another forward left them."""
+        if not isinstance(self._twin, nn.Module):
+            return {}
+        return {name: buffer.clone() for name, buffer in self._twin.named_buffers() if name not in self._buffer_names}
 
     def _put_buffers_back(self) -> None:
         """R will see those that F saw."""
