@@ -38,8 +38,9 @@ from pipetrain.stage.proof import describe_difference, differ
 from pipetrain.stage.slots import LateBoundSet
 from pipetrain.stage.split_backward import Deferral
 from pipetrain.stage.split_linear import split_layer
-from pipetrain.stage.tensor_copies import TensorCopies, copy_of, is_dense, is_small, same_values, storage_key
-from pipetrain.stage.traces import first_change, holds_outside, outer_traces, own_traces, rebound_outside
+from pipetrain.stage.tensor_copies import TensorCopies, copy_of, is_dense, is_small, storage_key
+from pipetrain.stage.traces import Look, first_change, holds_outside, outer_traces, own_traces, rebound_outside
+from pipetrain.stage.witness import checksum
 
 if TYPE_CHECKING:
     from pipetrain.stage.microbatch import StageInput
@@ -232,7 +233,7 @@ class LayerInspection:
             name = first_change(self._own, own_traces(self._layer))
             return None if name is None else f"changes its attribute {name} in its forward"
         self._put_buffers_back()
-        before, late = own_traces(self._twin), self._late_buffers()
+        before = own_traces(self._twin) | self._late_buffers()
         again: list[Tensor] = []
         try:
             with collecting(), _StoragesMade() as made:
@@ -241,13 +242,8 @@ class LayerInspection:
             del output
         except Exception:
             return None  # R will say it
-        if (name := first_change(before, own_traces(self._twin))) is not None:
+        if (name := first_change(before, own_traces(self._twin) | self._late_buffers())) is not None:
             return f"changes its attribute {name} in each forward"
-        now = self._late_buffers()
-        if (
-            name := next((name for name in now if name not in late or not same_values(now[name], late[name])), None)
-        ) is not None:
-            return f"changes its buffer {name}, which it registers in its first forward"
         if len(again) != len(saved):
             return f"saves {len(again)} tensors when it runs again, and {len(saved)} the first time"
         for found, expected in zip(again, saved):
@@ -257,11 +253,10 @@ class LayerInspection:
                 return f"computes other values when it runs again: {describe_difference(found, expected)}"
         return None
 
-    def _late_buffers(self) -> dict[str, Tensor]:
-        """Copies of the buffers that the layer has registered since: R would find them as another forward left them."""
-        if not isinstance(self._twin, nn.Module):
-            return {}
-        return {name: buffer.clone() for name, buffer in self._twin.named_buffers() if name not in self._buffer_names}
+    def _late_buffers(self) -> Look:
+        """What is in buffers that the layer has registered since: R would find it as another forward has left it."""
+        named = self._twin.named_buffers() if isinstance(self._twin, nn.Module) else ()
+        return {name: checksum([buffer.cpu()]) for name, buffer in named if name not in self._buffer_names}
 
     def _put_buffers_back(self) -> None:
         """R will see those that F saw."""

@@ -17,6 +17,10 @@ def rank_at(place: str, num_ranks: int) -> int:
 
 
 @functools.cache
+# A tenth of a rank's memory with all of torch loaded. What is loaded differs from run to run, and does not depend on how many ranks there are.
+MOST_MORE = 26 << 20
+
+
 def footprint(place: str, num_ranks: int) -> Footprint:
     return start_one(rank_at(place, num_ranks), num_ranks)
 
@@ -30,7 +34,7 @@ def test_a_rank_of_many_has_what_a_rank_of_four_has(place: str, num_ranks: int) 
     assert many.process_groups == few.process_groups
     assert many.connections == few.connections
     assert many.threads == few.threads
-    assert many.resident_bytes <= 1.1 * few.resident_bytes
+    assert many.resident_bytes <= few.resident_bytes + MOST_MORE
 
 
 def test_played_neighbours_are_as_real_ones() -> None:
