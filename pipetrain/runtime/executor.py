@@ -49,7 +49,7 @@ class Step:
     whole_targets: Mapping[int, str] = field(default_factory=dict)  # why they may not be changed in place
     first_microbatch: int = 0  # of this replica, among those of all
     scale: float = 1.0
-    past: Past | None = None  # the tokens before, where text is made: stages go on from them
+    past: Past | None = None  # in generation: what layers keep of the earlier tokens
     on_layer: Callable[[int, int, Any], None] | None = None  # given microbatch, layer and its output, in F
     on_op: Callable[[Op], None] | None = None  # called ahead of each op
     explain: Callable[[Exception, int], Exception | None] | None = None  # given what a stage raised: what it means
