@@ -14,7 +14,7 @@ from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.reduce import reduces_of
 from pipetrain.schedule.schedule import Schedule
 
-Way = tuple[Kind, ...]  # the ops in which a microbatch goes back
+Way = tuple[Kind, ...]  # the kinds of ops that make up the backward of a microbatch
 
 
 def bound(
@@ -91,7 +91,7 @@ def _numbers_kept(policy: RecomputePolicy, microbatches: int, stage: int, *, is_
 
 
 def _ways_back(schedule: Schedule) -> list[Counter[Way]]:
-    """Per stage, how many microbatches go back in which way; empty where nothing needs a gradient."""
+    """Per stage, the number of microbatches for each way of the backward; empty for a stage without a backward."""
     found: list[Counter[Way]] = [Counter() for _ in range(schedule.num_stages)]
     for stage in range(schedule.first_backward, schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):

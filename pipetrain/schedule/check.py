@@ -159,7 +159,7 @@ def _incomplete(schedule: Schedule, direction: Direction, first_stage: int) -> I
                 if op not in way:
                     yield (
                         op,
-                        f"stands beside {' and '.join(map(str, way))}: each microbatch needs exactly one backward: B, B of each part, or I and W",
+                        f"is extra to {' and '.join(map(str, way))}: each microbatch needs exactly one backward: B, B of each part, or I and W",
                     )
 
 

@@ -123,7 +123,7 @@ def into_gaps(schedule: Schedule, costs: Costs) -> Schedule:
         one place     F0 F1 F2 R0 .  .  B0 R1 B1 R2 B2
         two places    F0 F1 F2 R0 R1 .  B0 B1 R2 B2
 
-    Found by a simulated step with `recompute.mode=overlap`. Messages and waits are those of before.
+    A simulated step with `recompute.mode=overlap` finds these positions. Messages and waits are those of `schedule`.
     """
     policy = dataclasses.replace(schedule.policy, mode=Mode.OVERLAP)
     beside = add_messages(add_recompute(dataclasses.replace(schedule, policy=policy)))

@@ -69,7 +69,7 @@ class Outputs:
         if not found or (first is not None and last is not None and last < first):
             raise ValueError(
                 f"recompute.selective={text}: allowed are matmul, attention, an operation's name (mm), layers (3, 0-5, 3.mlp), and both "
-                "together (0-5:attention), or a list of such"
+                "together (0-5:attention), or a list of these"
             )
         return Outputs(found["op"] or found["there"], first, first if last is None else last, found["path"] or "")
 
@@ -215,7 +215,7 @@ class RecomputePolicy:
         return self.segments
 
     def num_parts(self, stage: int) -> int:
-        """In how many parts `stage` is recomputed, or goes back.
+        """In how many parts `stage` is recomputed, or runs its backward.
 
         Raises:
             ValueError: that depends on the layers of the stage, which are not known.
@@ -367,7 +367,7 @@ def _kept_layer(entry: object) -> str:
     text = str(entry)
     if layer_numbers(text) is None and not text.isidentifier():
         raise ValueError(
-            f"recompute.keep_layers={text}: allowed are numbers of layers (3, 2-5), the name of their class (MyLayer), or a list of such"
+            f"recompute.keep_layers={text}: allowed are numbers of layers (3, 2-5), the name of their class (MyLayer), or a list of these"
         )
     return text
 
