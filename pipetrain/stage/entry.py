@@ -110,7 +110,7 @@ class Entry:
         return pytree.tree_unflatten(leaves, given.spec), watched
 
     def check(self, entered: Sequence[Entered]) -> None:
-        """The layers have run: they may have changed only what nobody else reads.
+        """Check after the layers have run: they may have changed in place only tensors that nothing else reads.
 
         Raises:
             SavedTensorChanged

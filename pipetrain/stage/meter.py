@@ -1,7 +1,7 @@
 """The activation meter: bytes of distinct storages that a rank holds for a later B.
 
-A storage counts once however many tensors look into it, by its identity and not by its address, which the allocator
-gives away again. Parameters and buffers do not count, nor do casts of parameters that all sets share.
+A storage counts once however many tensors view it. Its identity is its key, not its address, which the allocator reuses.
+Parameters and buffers do not count, nor do casts of parameters that all sets share.
 """
 
 from __future__ import annotations

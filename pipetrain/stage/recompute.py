@@ -28,7 +28,7 @@ from pipetrain.stage.slots import LateBoundSet, both
 
 
 class SetComplete(BaseException):
-    """The last slot is full: the rest of R would compute what nobody reads."""
+    """The last slot is full: B needs nothing of what the rest of R would compute."""
 
 
 # The node of what R begins with behind a layer that it passes over, which in F was that layer's.

@@ -327,11 +327,11 @@ class KeptOutputs:
                 self._before_write(tensor)
 
     def in_forward(self, layer: int, num_slots: Callable[[], int]) -> AbstractContextManager[object]:
-        """Around a layer in F, which has saved so many tensors by now."""
+        """Around a layer in F, before which F has saved `num_slots` tensors."""
         return self._selection.under(layer, partial(self._run_in_forward, layer, num_slots))
 
     def in_recompute(self, layer: int, fail: Callable[[str], NoReturn]) -> AbstractContextManager[object]:
-        """Around a layer in R; `fail` is told where R goes another way than F."""
+        """Around a layer in R; `fail` is called if R runs other operations than F."""
         return self._selection.under(layer, partial(self._run_in_recompute, layer, fail))
 
     def _run_in_forward(

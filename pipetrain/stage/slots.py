@@ -262,7 +262,7 @@ class LateBoundSet:
         self.start_backward()
 
     def start_backward(self) -> None:
-        """B begins, and so R has ended: on a GPU no operation of R reads what is let go any more when its memory is given away."""
+        """B begins, so R has ended. On a GPU no operation of R is left that reads the outputs, so their memory may be reused."""
         if self.outputs is not None:
             self.outputs.drop()
 

@@ -1,8 +1,8 @@
-"""Tensors as they were: copied, compared, and put in the place of what they have become.
+"""Copies of tensors: made, compared, and put in place of a tensor that has changed since.
 
-A copy stands in for its tensor by `tensor.data = copy`: the tensor object stays, so whoever refers to it (a module that is
-used twice, a layer that reads another's buffer) sees the copy, and what is written meanwhile goes into the copy. What
-looks into the memory of before (a saved tensor of another microbatch, a view) is not disturbed.
+`tensor.data = copy` puts a copy in place: the tensor object stays, so everything that refers to it (a module that is used twice, a
+layer that reads another's buffer) reads and writes the copy. Tensors that share the old memory (a saved tensor of another
+microbatch, a view) keep their values.
 """
 
 from __future__ import annotations
