@@ -47,7 +47,7 @@ def bound(
 
 
 def bound_of(schedule: Schedule, costs: Costs) -> float:
-    """Seconds below which no order of the ops of `schedule` can be; messages take their hop, ranks one op at a time.
+    """A lower bound, in seconds, on the step of any order of the ops of `schedule`; messages take their hop, ranks one op at a time.
 
     Proof. Let head_s be the time in which one microbatch gets from stage 0 to stage s: F and hops of the stages
     before. No F of stage s starts earlier. Let tail_s be the time from the end of an op of stage s to the end of the

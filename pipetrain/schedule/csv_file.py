@@ -107,7 +107,7 @@ def order_of_csv(text: str, path: str, shape: Shape) -> ComputeLanes:
 
 
 def _check_placement(path: str, rows: Sequence[Sequence[tuple[str, Op]]], shape: Shape) -> None:
-    """A file that is right but for where its stages live is one for another placement."""
+    """Refuse a file whose stages are on other ranks than those of this placement."""
     ranks_of: dict[int, set[int]] = {stage: set() for stage in range(shape.num_stages)}
     for rank, row in enumerate(rows):
         for _, op in row:
