@@ -114,7 +114,7 @@ class LateBoundSet:
         self.free |= free
 
     def start_layer(self, value: Any = None) -> AbstractContextManager[object]:
-        """F goes on to its next layer, which gets `value` and runs under what this returns."""
+        """F comes to its next layer, whose input is `value`. Returns the context in which the layer runs."""
         self.layer += 1
         self.starts.append(len(self.slots))
         if self.witness is not None:
@@ -245,7 +245,7 @@ class LateBoundSet:
 
     @property
     def needs_recompute(self) -> bool:
-        """Whether there is a slot that R has to fill, or to prove."""
+        """Whether R has to fill a slot, or to prove one."""
         return self.end > 0
 
     def last_signatures(self) -> Sequence[Signature]:
@@ -254,7 +254,7 @@ class LateBoundSet:
         return self.signatures[start : self.end]
 
     def drop(self) -> None:
-        """The step has failed: hold nothing any more."""
+        """Drop everything that is held, because the step has failed."""
         self.slots.clear()
         self._aliases.clear()
         if self.proof is not None:
@@ -267,7 +267,7 @@ class LateBoundSet:
             self.outputs.drop()
 
     def assert_closed(self) -> None:
-        """B is done: whatever is left of the set belongs to the graph, which goes."""
+        """Assert that B has freed the set; the rest belongs to the graph, which is freed next."""
         assert not self.slots, f"{len(self.slots)} slots are still held after their B"
         assert not self._aliases, f"{len(self._aliases)} aliases are still held after their B"
         kept = 0 if self.outputs is None else self.outputs.num_bytes

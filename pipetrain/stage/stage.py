@@ -131,7 +131,7 @@ class Stage:
 
     @property
     def end(self) -> str:
-        """Who gives what leaves the stage, in an error."""
+        """The name, for errors, of the layer (or loss) whose output is the stage's output."""
         return f"{self.name_of(len(self.layers) - 1)}, the last of {self._title},"
 
     def name_of(self, number: int) -> str:
@@ -155,8 +155,8 @@ class Stage:
     ) -> StageOutput:
         """F with a graph. With a loss, the output is the weighted loss.
 
-        With `prove`, what could make a difference later is looked for now: the set is kept although R will run, and R is
-        compared with it. `has_backward`: whether B will be asked for; where the output needs no gradient it does nothing.
+        With `prove`, the set is kept although R will run, and R is compared with it, so that layers that R cannot repeat are
+        found. `has_backward`: whether B will be called; B does nothing if the output needs no gradient.
         `split`: as I and W. `witness`: checksums of what F and R save are compared.
 
         Raises:
@@ -387,7 +387,7 @@ class Stage:
     # R ------------------------------------------------------------------------------------------------------------
 
     def holds(self, microbatch: int) -> bool:
-        """Whether there is something for R and B to do."""
+        """Whether R or B has work to do."""
         return microbatch in self._held
 
     def recompute(self, microbatch: int, part: int | None = None) -> None:
@@ -526,7 +526,7 @@ class Stage:
         held.counted.clear()
 
     def drop(self) -> None:
-        """Forget everything that is held: a step has failed."""
+        """Drop everything that is held, because a step has failed."""
         for held in self._held.values():
             self._release(held)
             held.size = None
@@ -565,7 +565,7 @@ class Stage:
         return StageOutput(tuple(leaves), spec, (False,) * len(leaves))
 
     def prepare(self, past: Past) -> None:
-        """What `infer` needs besides its input, while that is on its way."""
+        """Make what `infer` needs besides its input, while the input is still being received."""
         with torch.inference_mode():
             for layer in self.layers:
                 prepare_cached(layer, past)

@@ -25,7 +25,7 @@ def is_small(tensor: Tensor) -> bool:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether it has one storage and strides: neither sparse nor nested."""
+    """Whether a tensor has one storage and strides: it is neither sparse nor nested."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
@@ -60,7 +60,7 @@ class TensorCopies:
         return some
 
     def stand_in(self) -> list[Tensor]:
-        """The copies take the tensors' places; returns what `withdraw` gives back."""
+        """Put the copies in the tensors' places; returns the tensors' own data, for `withdraw`."""
         live = [tensor.data for tensor in self.tensors]
         for tensor, copy in zip(self.tensors, self.copies):
             tensor.data = copy
