@@ -143,7 +143,7 @@ class LateBoundSet:
             self.witness.start_layer(self.layer)
 
     def refuse_hooks(self, _: str = "") -> NoReturn:
-        """The layer that F is in cannot go on with hooks."""
+        """Stop the layer that F is in, because it cannot run with hooks."""
         self.hooks_refused = True
         raise NeedsGradientInside
 
@@ -281,11 +281,11 @@ class LateBoundSet:
         return [slot.tensor for slot in slots if slot.tensor is not None]
 
     def storages(self) -> set[int]:
-        """Of what F has filled the slots with."""
+        """The storages of the tensors with which F has filled the slots."""
         return {slot.storage() for slot in self.slots} - {0}
 
     def tensors(self) -> list[Tensor]:
-        """What F has filled the slots with, and what it keeps besides."""
+        """The tensors with which F has filled the slots, and the outputs that it keeps."""
         kept = [] if self.outputs is None else self.outputs.tensors()
         return kept + [slot.tensor for slot in self.slots if slot.tensor is not None]
 

@@ -59,7 +59,7 @@ _LOSS_WITHOUT_GRADIENT = (
 
 @dataclass(frozen=True)
 class PartOf:
-    """Which part of a stage some of its layers are, from 0, and all layers of that stage."""
+    """The number of a part of a stage, from 0, and all layers of that stage."""
 
     number: int
     layers: Sequence[nn.Module]
@@ -462,7 +462,7 @@ class Stage:
         """B: adds to `.grad` of the parameters; returns the gradient of each input leaf (None: it has none).
 
         `gradients` belong to the output leaves in order. With a loss they are ignored and the root is `scale`.
-        Where F was told that B is split, this is I: what may wait does, until `backward_weights`.
+        If F had `split`, this is I: the weight gradients that may wait do so until `backward_weights`.
         """
         assert part is None, f"stage {self.index} has no parts"
         held = self._held.pop(microbatch)
@@ -500,7 +500,7 @@ class Stage:
             raise saved_changed(layer, torch.Size(), "before B read it", node.name()) from error
 
     def backward_weights(self, microbatch: int) -> None:
-        """W: adds to `.grad` of the weights what I has put off.
+        """W: adds the gradients that I has deferred to `.grad` of the weights.
 
         Raises:
             SavedTensorChanged: what waited was changed in place.
@@ -520,7 +520,7 @@ class Stage:
         self._versions.clear()
 
     def _release(self, held: Held) -> None:
-        """Nobody counts the input any more, nor what a kept set shares with it or with the output: B lets go of both."""
+        """Stop counting the input, and what a kept set shares with it or with the output: B frees both."""
         for _, key in held.counted:
             self.meter.release(key)
         held.counted.clear()
@@ -541,9 +541,9 @@ class Stage:
     # Without a graph ----------------------------------------------------------------------------------------------
 
     def infer(self, given: StageInput, *, with_loss: bool, past: Past | None = None) -> StageOutput:
-        """F without a graph; with the weighted loss at its end where that is wanted. `past`: going on from the tokens before.
+        """F without a graph; with the weighted loss at its end if that is wanted. `past`: the cache of earlier tokens, in generation.
 
-        Then it runs in inference mode: of one token, a tenth of the time is what torch notes down of tensors for a later backward.
+        Generation runs in inference mode, because torch's bookkeeping for a later backward is a tenth of the time of a token.
         """
         calls: list[_Layer] = [*self.layers]
         seeds = given.seeds_of(self._indices) if past is None else []
