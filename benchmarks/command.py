@@ -30,7 +30,7 @@ NAMES = {
     "sets": "time against sets: orders for a few places beside torch without recomputation",
     "segments": "stages recomputed in parts: time, and bytes as the square root of the layers",
     "trade": "time against bytes: whole sets, segments, selective recomputation of a transformer",
-    "balance": "layers shared out with R counted beside equal numbers of them",
+    "balance": "layers per stage balanced with R counted, compared with equal numbers",
     "foreseen": "what layers alone say of stages, and the meter of the process",
     "ablation": "what each idea brings, alone and together",
     "real": "a GPT on this machine's cores, tokens per second",

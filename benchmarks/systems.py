@@ -27,7 +27,7 @@ from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.search.list_order import Effort
 from pipetrain.schedule.search.search import best_schedule
 
-STAGES_PER_RANK = {"interleaved": 2, "zbv": 2}  # round and round; there and back; other families here have one
+STAGES_PER_RANK = {"interleaved": 2, "zbv": 2}  # by placement loop and v; other families here have one
 
 
 class Workload(Protocol):
@@ -118,7 +118,7 @@ class Ours:
     keep: Keep | None = None
     split_backward: bool = False
     search_seconds: float = 0.0  # of `auto`; 0: its rule alone
-    order: str | None = None  # what `sought` has found for `auto`, as a schedule's file
+    order: str | None = None  # the order for `auto`, as a schedule's file
     label: str | None = None
     segments: int | str = 1
     stash: int | None = None
@@ -165,7 +165,7 @@ class Ours:
         return make(spec)
 
     def sought(self, workload: Workload, costs: Costs) -> Ours:
-        """The same with the order of `auto` for `costs`, so that no rank seeks one."""
+        """The same with the order of `auto` for `costs`, so that no rank searches."""
         if self.family != AUTO:
             return self
         found = best_schedule(self._spec(workload), costs, Effort(self.search_seconds))

@@ -1,4 +1,4 @@
-"""The pages stay short and in the field's words, and their links lead somewhere."""
+"""The pages stay short, pages and code in the field's words, and links lead somewhere."""
 
 import re
 from pathlib import Path
@@ -12,8 +12,14 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_pages_are_within_their_limits() -> None:
+def test_pages_and_code_are_within_their_limits_and_plain() -> None:
     assert words.problems() == []
+
+
+def test_a_phrase_of_code_is_found_in_comments_and_strings_alone() -> None:
+    source = 'file.seek(0)  # it seeks\nsought = f"""one\n{two} goes back"""\n'
+    found = list(words.phrases_in(words.ROOT / "pipetrain" / "file.py", words.prose_of(source)))
+    assert [line.partition(":")[2] for line in found] == ["1: 'seeks'", "3: 'goes back'"]
 
 
 def test_a_phrase_is_found_outside_of_code_alone() -> None:

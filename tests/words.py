@@ -1,13 +1,14 @@
 """Words per page of the documents: `python -m tests.words`. Fails over the limits, and on phrases that a reader had to read twice.
 
-A word has a letter or a digit: bars and rules of tables do not count. `docs/KEYS.md` is generated and not limited. With `--code` it also
-lists the phrases in comments, docstrings and messages of `pipetrain/` and `conf/`, and fails on none of these.
+A word has a letter or a digit: bars and rules of tables do not count. `docs/KEYS.md` is generated and not limited. Phrases are also
+searched for in comments, docstrings and messages of `pipetrain/`, `conf/`, `launch/`, `docker/` and `benchmarks/`.
 """
 
 from __future__ import annotations
 
+import io
 import re
-import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,6 +73,16 @@ def without_code(text: str) -> str:
     return re.sub(r"`[^`]*`|^ {4}.*$", "", text, flags=re.MULTILINE)
 
 
+def prose_of(text: str) -> str:
+    """The comments and strings of a Python file; lines stay where they are."""
+    lines = [""] * (text.count("\n") + 1)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.COMMENT, tokenize.STRING):
+            for number, part in enumerate(token.string.splitlines(), token.start[0] - 1):
+                lines[number] += f" {part}"
+    return "\n".join(lines)
+
+
 def phrases_in(path: Path, text: str) -> Iterator[str]:
     """Where a phrase stands, a line each."""
     for number, line in enumerate(text.splitlines(), 1):
@@ -85,8 +96,20 @@ def pages() -> list[Path]:
     return [README, *sorted(DOCS.glob("*.md")), *sorted(DECISIONS.glob("*.md"))]
 
 
+def phrases_of_code() -> Iterator[str]:
+    """Phrases in what programs say and in what their readers read."""
+    for folder in ("pipetrain", "conf", "launch", "docker", "benchmarks"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix == ".py":
+                yield from phrases_in(path, prose_of(path.read_text()))
+            elif path.suffix == ".md":
+                yield from phrases_in(path, without_code(path.read_text()))
+            elif path.suffix in (".sh", ".sbatch", ".yaml") or path.name.startswith("Dockerfile"):
+                yield from phrases_in(path, path.read_text())
+
+
 def problems() -> list[str]:
-    """What is over its limit, and phrases in pages."""
+    """What is over its limit, and phrases in pages and code."""
     words = {page: words_of(page.read_text()) for page in pages()}
     limits = {page: MOST_OF_DECISION for page in words if page.parent == DECISIONS and page.name != "README.md"}
     found = [
@@ -100,7 +123,7 @@ def problems() -> list[str]:
     for page in words:
         if page != GENERATED:
             found += phrases_in(page, without_code(page.read_text()))
-    return found
+    return [*found, *phrases_of_code()]
 
 
 def main() -> int:
@@ -112,10 +135,7 @@ def main() -> int:
     print(
         f"{sum(number for page, number in words.items() if page not in (README, GENERATED)):>6}  docs/ without KEYS.md"
     )
-    if "--code" in sys.argv[1:]:
-        for path in sorted([*(ROOT / "pipetrain").rglob("*.py"), *(ROOT / "conf").rglob("*.yaml")]):
-            for line in phrases_in(path, path.read_text()):
-                print(line)
+
     found = problems()
     print("\n".join(found))
     return 1 if found else 0

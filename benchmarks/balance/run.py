@@ -1,4 +1,4 @@
-"""Layers shared out with R counted beside equal numbers of them: what a step takes, and how much of R is hidden."""
+"""Layers per stage balanced with R counted, compared with equal numbers: seconds of a step, and how much of R is hidden."""
 
 from __future__ import annotations
 

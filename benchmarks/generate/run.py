@@ -138,7 +138,7 @@ def _over_two(make: Callable[[ModelConfig], list[nn.Module]], config: ModelConfi
 
 
 def _hop(hidden_size: int, num_trips: int = 300) -> float:
-    """Half of a message there and back: a hidden state of one token, by `torch.distributed`'s own send and receive."""
+    """Half of a message's round trip: a hidden state of one token, by `torch.distributed`'s own send and receive."""
     message, times = torch.zeros(1, 1, hidden_size), []
     other = 1 - dist.get_rank()
     for _ in range(num_trips):

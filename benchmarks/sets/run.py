@@ -52,7 +52,7 @@ class FewSets:
         return [ALL_SETS] if self.megabits else [ALL_SETS, R_INLINE]
 
     def ours(self, search_seconds: float) -> list[Ours]:
-        """A named family, and the best order for all places (of the rule alone where nothing is sought)."""
+        """A named family, and the best order for all places (the rule's order if there is no search)."""
         family = Ours("1f1b", sets=self.sets, split_backward=self.split, label=f"1f1b{', split' * self.split}")
         rows = [family, self._auto(search_seconds)]
         return [*rows, Ours("zbv", sets=self.sets, label="zbv")] if self.split else rows

@@ -24,7 +24,7 @@ FAMILY = "gpipe"
 
 @dataclass(frozen=True)
 class Point:
-    """One way to keep less than all; `keys` are what `pipetrain train` is told."""
+    """One way to keep less than all; `keys` are those for `pipetrain train`."""
 
     series: str
     keys: str

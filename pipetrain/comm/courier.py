@@ -148,11 +148,11 @@ def neighbours_in_ring(place: int, num_ranks: int) -> list[int]:
 
 
 def break_off(pair: Pair, other: int, patience_seconds: float = 1e-3) -> bool:
-    """Close the connection under whoever waits on it, here and at the other end. Returns whether it was closed already: with some
-    patience, for who has lost one of several and asks which.
+    """Close the connection: a wait on it fails, here and at the other end. Returns whether it was closed already. A caller that has lost
+    one of several connections finds out which with a longer `patience_seconds`.
 
     A thread that is inside a gloo wait when the interpreter ends would bring the process down with it, and the other rank
-    should not have to wait for this process to end. A receive that times out closes its pair: so one is made to.
+    should not have to wait for this process to end. A receive that times out closes its pair, so this makes one time out.
     """
     try:
         pair.recv([torch.empty(1)], other, _TAG_NOBODY_SENDS).wait(timedelta(seconds=patience_seconds))

@@ -59,7 +59,7 @@ def memories(leaves: Sequence[Any], fixed: Mapping[int, str]) -> dict[int, str]:
 
 
 def _resolved(leaves: Sequence[Any]) -> list[Any]:
-    """Without lazy bits; a tensor that stands twice still does."""
+    """`leaves` with lazy conjugations and negations carried out; two leaves that were one tensor still are."""
     done = {
         id(leaf): leaf.resolve_conj().resolve_neg()
         for leaf in leaves

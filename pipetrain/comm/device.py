@@ -210,9 +210,9 @@ class CudaDevice(CpuDevice):
 
 @contextmanager
 def _waits_seen(on_wait: OnWait) -> Iterator[None]:
-    """Within it torch's warning of a wait becomes a call of `on_wait(file, line)`, on the stack of who waits.
+    """Within it torch's warning of a wait becomes a call of `on_wait(file, line)`, on the stack of the code that waits.
 
-    Other warnings go where they always go. As with every change of filters, one thread at a time may do this.
+    Other warnings are shown as before. Python's warning filters belong to the process, so only one thread at a time may do this.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("always", message=_WAITS)

@@ -126,7 +126,7 @@ def _dtype_of(text: str) -> torch.dtype:
     return dtype
 
 
-# Of the types that may stand beside tensors, exactly: a bool is an int, and an enum may be one too. How `str` of one is read.
+# The types that a message may have beside tensors, and how `str` of a value is read. No subclasses: a bool is an int, an enum may be one.
 _PLAIN: Mapping[type, Callable[[str], Any]] = {
     type(None): lambda _: None,
     bool: lambda text: text == "True",
@@ -141,7 +141,7 @@ _READ = {kind.__name__: read for kind, read in _PLAIN.items()}
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value that is no tensor can be sent."""
+    """Whether a message may have this value beside its tensors."""
     return type(value) in _PLAIN
 
 
@@ -151,7 +151,7 @@ def pack(
     spec: pytree.TreeSpec | None,
     fixed: Mapping[int, str] | None = None,
 ) -> tuple[Form, list[Tensor]]:
-    """The form of a message, and its tensors, laid out as they are sent. In a tree a tensor that stands twice is sent once.
+    """The form of a message, and its tensors, laid out as they are sent. A tensor that occurs twice in a tree is sent once.
 
     Raises:
         TypeError: a value that cannot be sent.

@@ -43,7 +43,7 @@ class Group:
     `grid`. `chain` are the ranks of its replica, `replicas` those at its place in each replica, `everyone` all. `mesh` is the user's of
     the grid, `members` are the ranks of torch.distributed, which ends with the group where that `owns_process_group`.
 
-    As a context manager it is closed at the end; an error in the block is told to the other ranks instead.
+    As a context manager it closes at the end of the block; after an error in the block it sends that to the other ranks instead.
 
     Raises:
         PipelineError: a neighbouring rank could not be met within `timeout_seconds`.
@@ -111,8 +111,8 @@ class Group:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """What is made in the block uses this group; where that fails, the group ends. A ValueError is raised by all ranks, which
-        leave in order; any other error is told to those that wait."""
+        """The block makes what uses this group; if it fails, the group closes. All ranks raise a ValueError, so they only close; any other
+        error is sent to the ranks that wait."""
         try:
             yield
         except BaseException as error:

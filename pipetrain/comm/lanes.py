@@ -106,7 +106,7 @@ class Lanes:
             self.ahead.end(queue_of(lane, op), op)
 
     def mark(self, lane: Lane, op: Op) -> Event:
-        """`op` ends where its stream is now: what waits for it waits for that. Its span is told by `record`."""
+        """Mark the end of `op` on its stream; ops that wait for `op` wait for this event. `record` reports its span."""
         if self.ahead is None:
             return self.device.record(None)
         end = self._ended[op] = self.device.record(self._stream(lane, op))

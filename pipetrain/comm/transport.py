@@ -281,7 +281,7 @@ def _is_activation(op: Op) -> bool:
 
 
 def wanted(form: Form) -> frozenset[int]:
-    """The leaves of a received message that need a gradient; of a tensor that stands twice, the first."""
+    """The leaves of a received message that need a gradient; of a tensor that occurs twice, the first leaf."""
     return frozenset(n for n, leaf in enumerate(form.leaves) if isinstance(leaf, TensorForm) and leaf.needs_gradient)
 
 

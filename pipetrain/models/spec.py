@@ -41,8 +41,8 @@ class ModelSpec:
     """One model: how its layers are built, what it is trained on, and what it is called in files.
 
     Layer i gets what layer i - 1 returned, as one argument: a tensor or a (nested) tuple or dict. Its tensors are called as in
-    `nn.Sequential(*layers)`: `3.attention.query.weight`. `fingerprint` is what makes it this model, as JSON has it: equal on all ranks,
-    and what a run that goes on must not change.
+    `nn.Sequential(*layers)`: `3.attention.query.weight`. `fingerprint` identifies the model, in JSON's types: it is equal on all
+    ranks, and a resumed run must not change it.
     """
 
     size: ModelSize

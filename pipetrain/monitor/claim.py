@@ -87,7 +87,7 @@ def _taken(path: Path, *, again: bool, only_look: bool = False) -> Iterator[IO[s
         if time.monotonic() - started > patience:
             raise ValueError(
                 f"run_dir={path.parent}: another run is in this folder{who}; choose another run_dir, or wait for its "
-                "end: resume=auto goes on from its newest snapshot then"
+                "end: resume=auto resumes from its newest snapshot then"
             )
         time.sleep(_PAUSE_SECONDS)
 
@@ -120,7 +120,7 @@ def _check_without_locks(path: Path, *, again: bool, is_new: bool) -> None:
 
 
 def _holder(file: IO[str]) -> tuple[str | None, str]:
-    """The host of who has the folder, and what to say of them; nothing where that has not been written yet."""
+    """The host whose run has the folder, and how an error names that run; None and "" while the lock file is still empty."""
     try:
         holder = json.load(file)
         return holder["host"], f" (process {holder['pid']} on {holder['host']}, since {holder['since']})"

@@ -17,9 +17,9 @@ SPREAD_STEPS = 100  # and about so many more over the rest of the run, so that a
 
 
 class LineFile:
-    """Appends lines at once, each whole or not at all. A disk that is full costs lines and not the run; it is said once.
+    """Appends lines at once, each whole or not at all. A full disk loses lines and does not end the run; the user is warned once.
 
-    Lines of steps before `first_step` stay: a run that goes on from a snapshot repeats the others.
+    Lines of steps before `first_step` stay: a resumed run repeats the others.
     """
 
     def __init__(self, path: Path, first_step: int = 1) -> None:

@@ -83,7 +83,7 @@ class Recorder:
             self.timelines.append(timelines)
 
     def rewind(self, first_step: int) -> None:
-        """Training goes on from an older snapshot: steps from `first_step` on will be told again."""
+        """Training rolled back to an older snapshot: steps from `first_step` on will be recorded again."""
         self._events.rewind(first_step)
         self._trackers.tell(lambda tracker: tracker.rewind(first_step))
         self.metrics = [metrics for metrics in self.metrics if metrics.step < first_step]
@@ -106,8 +106,8 @@ class Recorder:
         predicted: Shown | None,
         clock_error_seconds: float | None,
     ) -> None:
-        """What was predicted, and what was done on each replica. Without `measured` there is nothing to draw or to plan with: no timeline.html
-        and no profile.json. Of a phase: in its own folder, and no tracker is told."""
+        """Write the predicted step and the measured one of each replica. Without `measured` it writes no timeline.html and no profile.json.
+        The report of a phase goes into the phase's folder, and to no tracker."""
         folder = self._folder if report.phase is None else self._folder.phase(report.phase)
         write_report(folder.report, report)
         folder.report_text.write_text(as_markdown(report))

@@ -38,14 +38,14 @@ class Shown:
     timeline: Timeline
     bound_seconds: float
     breakdown: tuple[RankBreakdown, ...]
-    least_seconds: float | None = None  # of an order that was sought: what no order can beat, as far as proven
+    least_seconds: float | None = None  # after a search for the order: no order is faster, as far as proven
     # Where it is the step of one replica of several: its ranks in the run, by place, and from when to when all replicas took.
     ranks: tuple[RankPlace, ...] = ()
     span: tuple[float, float] | None = None
 
     @property
     def proof(self) -> str | None:
-        """As `proof_of` says it; None: no order was sought."""
+        """The sentence of `proof_of`; None: the order is not the result of a search."""
         return None if self.least_seconds is None else proof_of(self.step_seconds, self.least_seconds)
 
     @property

@@ -47,7 +47,7 @@ class Tracker:
         """A held-out evaluation after `step`."""
 
     def rewind(self, first_step: int) -> None:
-        """Training goes on from an older snapshot: steps from `first_step` on will be told again."""
+        """Training rolled back to an older snapshot: steps from `first_step` on will be reported again."""
 
     def finish(self, ending: Ending) -> None:
         """All steps are over. Not called where the run fails."""
@@ -163,7 +163,7 @@ _ATTEMPTS = 3  # to start its process again
 class WandbTracker(Tracker):
     """A wandb run that keeps its id as long as its run folder is used.
 
-    A run that goes on writes the steps before from metrics.jsonl again, where wandb may lack them: offline, each folder
+    A resumed run writes its earlier steps from metrics.jsonl again, where wandb may lack them: offline, each folder
     that wandb makes has all steps from 1 on.
     """
 
@@ -343,7 +343,7 @@ _WIDTH = 120  # columns of the timeline
 class TensorBoardTracker(Tracker):
     """Writes with the `tensorboard` package itself: the writers of torch and of tensorboardX would load torch here.
 
-    Each step is on the disk before the next. A run that goes on tells the readers to forget the steps that it repeats.
+    Each step is on the disk before the next. A resumed run writes a mark that makes readers drop the steps that it repeats.
     """
 
     def __init__(self, folder: RunFolder, first_step: int = 1) -> None:

@@ -121,7 +121,7 @@ def balance_by_step(
 
 
 def balance_told(balance: Sequence[int], start: Sequence[int], policy: RecomputePolicy) -> str:
-    """One line that says why layers are not shared out as in `start`; empty where they are."""
+    """One line that says why `balance` is not `start`; empty where it is."""
     if tuple(balance) == tuple(start):
         return ""
     last = len(balance) - 1
@@ -133,7 +133,7 @@ def balance_told(balance: Sequence[int], start: Sequence[int], policy: Recompute
 
 @dataclass
 class _Steps:
-    """Simulated steps of one schedule with its layers shared out in one way or another, as many as `left` allows."""
+    """Simulated steps of one schedule under different balances (layers per stage), as many as `left` allows."""
 
     spec: ScheduleSpec
     costs_of: Callable[[Balance], Costs]

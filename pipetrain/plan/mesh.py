@@ -180,8 +180,8 @@ def mesh_of(
 
 
 def shares_of(shapes: Shapes, num_shares: int) -> list[list[int]]:
-    """The sizes of the parameters that each of `num_shares` replicas updates where whole ones are shared out, as torch's
-    `ZeroRedundancyOptimizer` does: matrices, then the others, the largest first, each to whoever has least."""
+    """The sizes of the parameters that each of `num_shares` replicas updates if whole parameters are distributed as torch's
+    `ZeroRedundancyOptimizer` does it: matrices, then the others, the largest first, each to the replica that has least."""
     shares: list[list[int]] = [[] for _ in range(num_shares)]
     for group in ([shape for shape in shapes if len(shape) > 1], [shape for shape in shapes if len(shape) <= 1]):
         for size in sorted(map(math.prod, group), reverse=True):

@@ -131,14 +131,14 @@ class Call:
 
 
 class Calls:
-    """Agrees with the other ranks on each call. The rank that holds stage 0 says which it is, and each adds what it knows.
+    """Agrees with the other ranks on each call: the rank of stage 0 names the call, and each rank adds what it knows of its stages.
 
-    Where stages are placed in the order of the ranks one message goes down the chain, and a rank knows of the stages up to its
-    own: no others matter to it. With any other placement, and where targets are counted or stages share parameters, everything goes up the chain, and then down
-    to all: which microbatches count nothing is known where the last stage is, and no rank may begin without it.
+    If stages are placed in the order of the ranks, one message goes down the chain: a rank needs to know only the stages up to its own.
+    With any other placement, and if targets are counted or stages share parameters, messages go up the chain and then down to all ranks:
+    only the last stage's rank knows which microbatches count nothing, and every rank needs that before it begins.
 
-    Then each rank compares with those that stand where it does in the other replicas: what counts is shared out over all, and a mistake in one
-    replica's batch is raised in each.
+    Then each rank compares with the ranks of the same stages in the other replicas: the count of a batch is summed over replicas, and
+    all replicas raise an error that one of them found in its batch.
     """
 
     def __init__(

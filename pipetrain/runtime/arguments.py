@@ -22,12 +22,12 @@ _SEEDS = range(-(1 << 63), 1 << 64)  # what torch.manual_seed takes
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a plain number, and no flag, text or tensor."""
+    """Whether it is a plain number: not a bool, a text or a tensor."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def checked_timeout(seconds: Any) -> float:
-    """Raises ValueError: no wait could take so long."""
+    """The timeout as a float. Raises ValueError: it is not a number of seconds more than 0 and at most 1e9."""
     if not is_number(seconds) or not 0 < seconds <= _LONGEST_TIMEOUT_SECONDS:
         raise ValueError(
             f"timeout_seconds={seconds!r}: the longest wait for another rank, a number of seconds more than 0 and at most 1e9"
@@ -36,7 +36,7 @@ def checked_timeout(seconds: Any) -> float:
 
 
 def checked_seed(seed: Any) -> int:
-    """Raises ValueError: no seed of 64 bits."""
+    """Raises ValueError: it is not a seed of 64 bits."""
     if isinstance(seed, bool) or not isinstance(seed, Integral) or int(seed) not in _SEEDS:
         raise ValueError(f"seed={seed!r}: a whole number of 64 bits is needed, such as 0")
     return int(seed)
@@ -80,7 +80,7 @@ def mistake_in_step(scale: Any) -> str | None:
 
 
 def checked_reduction(reduction: Any) -> str:
-    """Raises ValueError: a loss is no such thing."""
+    """Raises ValueError: it is not a reduction of a loss."""
     if reduction not in (MEAN, SUM):
         raise ValueError(
             f"loss_reduction={reduction!r}: allowed are 'mean' (loss_fn is a mean over rows, or over what count_fn counts) and 'sum'"

@@ -99,7 +99,7 @@ class Assembly:
         make_one(spec.tied, self.layers)
 
     def check(self, plan: Plan) -> None:
-        """Whether this rank's layers fit the loss and each other."""
+        """Check that this rank's layers fit the loss and each other."""
         check_loss_is_local(self.loss_fn, self.known_layers, plan)
         check_no_inference_tensors(self.layers)
         check_built(self.spec, self.layers, plan.stage_of)
@@ -164,7 +164,7 @@ class Assembly:
 
 
 def check_has_parameters(stage: int, layers: Sequence[nn.Module], numbers: range) -> None:
-    """Raises ValueError: the stage has nothing to train, and its balance is ours."""
+    """Raises ValueError: the automatic balance has made a stage without parameters."""
     if not any(True for layer in layers for _ in layer.parameters()):
         kinds = ", ".join(type(layer).__name__ for layer in layers)
         raise ValueError(

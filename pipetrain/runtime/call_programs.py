@@ -115,8 +115,8 @@ class Programs:
 def with_shortest_step(
     plan: Plan, given: GivenSchedule, policy: RecomputePolicy, work: Sequence[float] | None
 ) -> tuple[Plan, str]:
-    """The plan with its layers shared out such that the simulated step of the schedule is shortest, and a line that says so where they
-    move; B takes two F, R one, and a hop no time. `work` has an entry per layer; None: each takes as long.
+    """The plan with the balance (layers per stage) of the shortest simulated step, and a line that says so if that is not the given one.
+    B takes as long as two F, R as one, a hop no time. `work` has the relative time of each layer; None: all take the same.
     """
     fixed = given if isinstance(given, Schedule) else None
     if fixed is not None:

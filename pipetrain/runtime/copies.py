@@ -98,7 +98,7 @@ class Copies:
         return self._first_names.get(name, name)
 
     def bucket(self, op: Op) -> list[nn.Parameter]:
-        """What a REDUCE_GRAD of this rank adds up that is of two stages."""
+        """The parameters of two stages whose gradients a REDUCE_GRAD of this rank sums."""
         ties = [tie for tie in self._ties if {op.stage, op.peer} == set(tie.stages)]
         return [self._own[tie.name if op.stage == tie.stages[0] else tie.copy] for tie in ties]
 

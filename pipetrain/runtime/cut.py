@@ -23,7 +23,7 @@ class Whole:
 
 
 def on_device(batch: Tree, bring: Callable[[Tensor], Tensor]) -> Tree:
-    """`batch` with its tensors, those in `Whole` too, where `bring` brings them."""
+    """`batch` with `bring` applied to its tensors, also to those in `Whole`."""
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, Whole):
@@ -124,7 +124,7 @@ def join(outputs: Sequence[Tree]) -> Tree:
 
 
 def weights_of(counts: Sequence[int | float]) -> list[float]:
-    """What each microbatch weighs in the loss: its share n_i / N of all that counts.
+    """The weight of each microbatch in the loss: n_i / N, its part of the batch's count.
 
     Raises ValueError: nothing counts in the whole batch, a negative count, or more than a float can hold.
     """

@@ -1,6 +1,6 @@
-"""Where the first value that is not finite comes from: each layer's outputs and gradients are watched while a step is repeated.
+"""Find the first value that is not finite: a step is repeated, and each layer's outputs and gradients are checked.
 
-Nothing of this runs in an ordinary step.
+An ordinary step runs none of this.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _order(seen: _Seen) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first value that is not finite, and what is known of how it came there."""
+    """The first value that is not finite, and what is known of its cause."""
 
     where: Where
     microbatch: int | None  # None: of no single one
@@ -121,7 +121,7 @@ class FiniteWatch:
 
     @contextmanager
     def over(self) -> Iterator[None]:
-        """Around the step; buffers are afterwards as they were."""
+        """Around the step; restores buffers at its end."""
         buffers = [(one, one.detach().clone()) for layer in self._layers.values() for one in layer.buffers()]
         handles = [
             parameter.register_hook(partial(self._on_parameter, number))  # type: ignore[no-untyped-call]

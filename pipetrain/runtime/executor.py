@@ -50,7 +50,7 @@ class Step:
     whole_targets: Mapping[int, str] = field(default_factory=dict)  # why they may not be changed in place
     first_microbatch: int = 0  # of this replica, among those of all
     scale: float = 1.0
-    past: Past | None = None  # the tokens before, where text is made: stages go on from them
+    past: Past | None = None  # in generation: what layers keep of the earlier tokens
     on_layer: Callable[[int, int, Any], None] | None = None  # given microbatch, layer and its output, in F
     on_op: Callable[[Op], None] | None = None  # called ahead of each op
     explain: Callable[[Exception, int], Exception | None] | None = None  # given what a stage raised: what it means
@@ -100,7 +100,7 @@ class Executor:
         self._stages, self._shared = stages, shared
 
     def run(self, program: Program, step: Step) -> None:
-        """Run every op of the rank; returns when all have ended: its messages have left, too.
+        """Run every op of the rank; returns when all ops have ended, sends included.
 
         Only this thread starts transfers: one that waits for a message alone starts after the F, R or B that runs when the
         message comes.
@@ -125,13 +125,13 @@ class Executor:
         self._assert_nothing_is_held()
 
     def prepare(self, past: Past) -> None:
-        """What the stages of this rank can do towards new tokens before what they wait for has come."""
+        """Let the stages of this rank prepare for new tokens while their input is still being received."""
         if 0 not in self._stages:
             for stage in self._stages.values():
                 prepare_stage(stage, past)
 
     def _run(self, program: Program, entry: ProgramEntry, step: Step) -> bool:
-        """Run or start one op; whether it has ended: a transfer is under way then."""
+        """Run or start one op. Returns whether it has ended; a transfer that has started has not."""
         op, lane = entry.op, entry.lane
         self._monitor.doing = op
         try:
@@ -213,7 +213,7 @@ class Executor:
         self._transport.reduce(op, self._shared.given(op), functools.partial(self._shared.settle, op))
 
     def _taken(self, source: Op, entry: ProgramEntry) -> _Boundary:
-        """What the neighbouring stage gave: by a message, or on this rank."""
+        """The boundary tensors of the neighbouring stage, from a message or from a stage of this rank."""
         if not entry.is_received:
             return self._given.pop(source)
         leaves, form = self._transport.take(source)
@@ -222,21 +222,21 @@ class Executor:
     # The end ------------------------------------------------------------------------------------------------------
 
     def _assert_nothing_is_held(self) -> None:
-        """A step gives back all that it took: what it left would be memory that grows, or another step's message."""
+        """Assert that a step has released all that it held: a rest would leak memory, or be taken for a message of the next step."""
         assert not self._given, f"nobody took the results of {', '.join(map(str, self._given))}"
         self._transport.assert_nothing_is_held()
         for stage in self._stages.values():
             stage.end_step()
 
     def _report(self, error: BaseException, program: Program, entry: ProgramEntry, step: Step) -> None:
-        """Say where it happened: to the other ranks on the board, to this one in a note."""
+        """Name the op of an error: on the board for the other ranks, in a note of the exception on this one."""
         place = f"{self._monitor.name} failed in {entry.op} ({entry.lane} lane, step {step.index})"
         first_line = (str(error).strip().splitlines() or [""])[0]
         self._board.post(f"{place}: {type(error).__name__}: {first_line}")
         error.add_note(f"{place}\n{grid(program.schedule, entry.op)}")
 
     def drop(self) -> None:
-        """Forget everything that is held: a step has failed."""
+        """Drop everything that is held, because a step has failed."""
         for stage in self._stages.values():
             stage.drop()
         self._shared.drop()
@@ -244,7 +244,7 @@ class Executor:
 
 
 def _crossed(stage: AnyStage, output: StageOutput, given: StageInput) -> _Boundary:
-    """The output of a stage as the next one gets it, here or on another rank."""
+    """The output of a stage as the next stage receives it, on this rank or another."""
     fixed = memories(given.leaves, given.fixed)
     leaves, may_not_change = cross(output.leaves, output.spec, stage.device, stage.end, fixed)
     wants = frozenset(leaf for leaf, want in enumerate(output.wants_gradient) if want)
@@ -252,7 +252,7 @@ def _crossed(stage: AnyStage, output: StageOutput, given: StageInput) -> _Bounda
 
 
 def _stage_input(step: Step, microbatch: int, taken: _Boundary | None, *, is_last: bool) -> StageInput:
-    """What F of a stage gets: what another gave, or (None) a microbatch of the batch."""
+    """The input of F of a stage: the output of the stage before, or (None) a microbatch of the batch."""
     if taken is None:
         leaves, spec = pytree.tree_flatten(step.microbatches[microbatch])
         taken = _Boundary(leaves, frozenset(), spec, step.whole_inputs, is_shared=False)

@@ -128,7 +128,7 @@ def agree(make: Callable[[], Request] | None, layers: Mapping[int, nn.Module], c
     try:
         if lacking is not None:
             raise ValueError(
-                f"layer {lacking} ({type(layers[lacking]).__name__}) cannot go on from the tokens before: give it "
+                f"layer {lacking} ({type(layers[lacking]).__name__}) cannot continue from earlier tokens: give it "
                 "forward_cached(value, past) beside forward, as pipetrain.stage.past says"
             )
         own["request"] = None if make is None else asdict(make())
@@ -160,7 +160,7 @@ def _prompts_of(tokens: Any) -> list[list[int]]:
     rows = [_ids(row, f"prompts[{index}]") for index, row in enumerate(tokens)]
     if not rows or not all(rows):
         what = f"prompts[{rows.index([])}]" if rows else "prompts"
-        raise ValueError(f"{what} is empty: a text goes on from at least one token")
+        raise ValueError(f"{what} is empty: generation starts from at least one token")
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Gradients over ranks: what several have a part of is summed, and the norm of all is clipped.
+"""Gradients over ranks: parts of one gradient on several ranks are summed, and the norm of all gradients is clipped.
 
     replica 0   .grad = what its microbatches gave    ----+        .grad = the sum
     replica 1   .grad = what its microbatches gave    ----+-->     .grad = the sum, the same bits
@@ -94,7 +94,7 @@ class SharedGradients:
 
     @torch.no_grad()
     def given(self, op: Op) -> list[Tensor]:
-        """What this rank has added up of `op` in this step: dense tensors, in which the sums are to be."""
+        """The gradients of `op` that this rank has accumulated in this step: dense tensors, which will hold the sums."""
         bucket = self._trained[op]
         if op.peer is not None:
             # Where neither end has one, as where the layers of both are passed by, it comes out as zeros.
@@ -155,7 +155,7 @@ class SharedGradients:
 
     @torch.no_grad()
     def settle(self, op: Op) -> None:
-        """The sums of `op` are there: what the steps before gave comes to them."""
+        """The sums of `op` are complete: add the gradients that earlier steps had accumulated."""
         for parameter in self._trained[op]:
             before, own = self._before.pop(parameter), parameter.grad
             if before is not None and own is not None:
@@ -185,7 +185,7 @@ class SharedGradients:
                 parameter.grad = parameter.grad.to_sparse(dimensions)
 
     def drop(self) -> None:
-        """A step has failed."""
+        """A step has failed: drop its gradients, and put those of earlier steps back into `.grad`."""
         for parameter, before in self._before.items():
             parameter.grad = before
         for held in (self._before, self._read, self._in_doubt):

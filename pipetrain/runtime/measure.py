@@ -87,10 +87,10 @@ def activation_bytes_of_never(events: Iterable[OpEvent], stages: Mapping[int, An
 
 @contextmanager
 def waits_told(stages: Mapping[int, AnyStage], device: Device) -> Iterator[None]:
-    """Within it, each wait of the host for the device is looked at; afterwards there is a warning for each layer that had one.
+    """Within it, each wait of the host for the device is noted; at its end there is a warning for each layer that caused one.
 
-    Whose forward it is stands on the stack of who waits. What pipetrain itself waits for on a first microbatch, to compare,
-    does not count.
+    The stack of the waiting code shows the layer. Waits of pipetrain itself, which compares F and R of the first microbatch,
+    do not count.
     """
     layers = {
         id(layer): f"layer {number} ({type(layer).__name__}) of stage {index}"

@@ -234,8 +234,8 @@ class Pipeline(StageWeights):
         return self._group.mesh
 
     def replica_process_group(self) -> ProcessGroup | None:
-        """The ranks with this rank's stages in each replica, in the order of the replicas, as torch.distributed knows them; None with one
-        replica. Collective the first time. For libraries that share out over replicas, such as `ZeroRedundancyOptimizer`."""
+        """The torch.distributed group of the ranks with this rank's stages, in the order of the replicas; None with one replica. The first
+        call is collective. For libraries that distribute work over replicas, such as `ZeroRedundancyOptimizer`."""
         return self._group.replica_process_group()
 
     def own_rows(self, batch: Any) -> Any:
@@ -340,7 +340,7 @@ class Pipeline(StageWeights):
         Layers keep what they need of the tokens before (`stage/past.py`), are in eval mode, and make no gradients.
 
         Args:
-            prompts: token ids to go on from, on the rank that holds the first stage: a list of lists or tensors, which may differ in
+            prompts: token ids to continue, on the rank that holds the first stage: a list of lists or tensors, which may differ in
                 length, a tensor [prompts, tokens], or a tokenizer's dict of input_ids and attention_mask.
             max_new_tokens: how many tokens each prompt gets at most.
             temperature: 0 takes the likeliest token; else tokens are drawn, by the softmax of the logits divided by it.
@@ -355,7 +355,7 @@ class Pipeline(StageWeights):
                 token ids [prompts of a group].
 
         Raises:
-            ValueError: what no text can be made from; layers that cannot go on from the tokens before. The same on every rank.
+            ValueError: prompts that are no token ids or are empty; layers that cannot continue from earlier tokens. The same on every rank.
             PipelineError: another rank failed.
         """
         self._check_open()

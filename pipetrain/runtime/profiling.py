@@ -63,7 +63,7 @@ def profile_layers(
     with generators_restored(device):
         for number in range(spec.num_layers):
             kind = spec.size.kinds[number] if spec.size.kinds else None
-            is_first = number == 0  # no gradient goes on from it
+            is_first = number == 0  # its input needs no gradient
             look: Any = (is_first, kind, _form(value)) if kind else None
             if look not in measured:
                 (layer,) = spec.build(number, number + 1, seed=seed, device=device)

@@ -129,7 +129,7 @@ def _queues(schedule: Schedule, rank: int) -> Iterator[tuple[Op, ...]]:
 
 
 class Turns:
-    """How far one run of a program has come. For one thread."""
+    """The progress of one run of a program. For one thread."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -139,7 +139,7 @@ class Turns:
         self.num_left = len(program.ops)  # ops that have not ended
 
     def take(self) -> int | None:
-        """The next op whose turn it is, which then has had it; None where there is none."""
+        """The next op that may start, which then counts as started; None: none may."""
         for queue, head in enumerate(self._heads):
             if head != self._program.queues[queue].stop and not self._open[head]:
                 self._heads[queue] = head + 1
@@ -147,7 +147,7 @@ class Turns:
         return None
 
     def end(self, place: int) -> None:
-        """This op has ended: those that wait for it wait for one op less."""
+        """Record that an op has ended: the ops that wait for it wait for one op less."""
         assert not self._ended[place], f"{self._program.ops[place]} ended twice"
         self._ended[place] = True
         self.num_left -= 1

@@ -1,4 +1,4 @@
-"""One rank's part of a call: agreed on, cut, executed; and everything is let go of where it fails."""
+"""One rank's part of a call: ranks agree, the batch is cut, the ops run; if that fails, everything that is held is dropped."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class CallRunner:
         self._watchdog = Watchdog(group.monitor) if self._device.runs_ahead else None
 
     def adopt(self, plan: Plan, programs: Programs, stages: Stages, policy: RecomputePolicy) -> None:
-        """What the next calls run by; the connections stay. On every rank, between the same two calls."""
+        """Set the programs of the next calls; connections stay. Every rank must call it between the same two calls."""
         group, copies = self._group, self._parts.copies.apart if self._parts.ties else None
         self._plan, self._programs, self._stages = plan, programs, stages
         self._proving = Proving(stages, policy.verify)
@@ -216,7 +216,7 @@ class CallRunner:
             self._shared_gradients.finish(self._parts.fetch)
 
     def _exclude_weights(self) -> None:
-        """Weights are no activations."""
+        """Exclude weights from the activation meter."""
         modules = modules_below(self._parts.layers.values())
         self._parts.meter.exclude([*parameters_in(modules), *buffers_in(modules)])
 
@@ -231,7 +231,7 @@ class CallRunner:
         self.transport.close()
 
     def _break_off(self) -> None:
-        """Whoever waits in a connection of this rank, on whichever thread or device, stops waiting."""
+        """End all waits on connections of this rank, on every thread and device."""
         self.transport.abort()
         self._group.everyone.abort()
 

@@ -44,7 +44,7 @@ class _Shared(NamedTuple):
     names: dict[int, tuple[str, str]]  # the path, and whose
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those in it, also in containers there, by key; of a very long container none."""
+        """The tensors in a container and in containers inside it, by key; none of a very long container."""
         is_container = isinstance(self.thing, (dict, list, deque))
         trees = {"": self.thing} if is_container else {f".{name}": value for name, value in vars(self.thing).items()}
         return {
@@ -99,7 +99,7 @@ class Skips(TorchFunctionMode):
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to look at."""
+        """Whether there is nothing left to check."""
         return not self._shared
 
     @contextmanager

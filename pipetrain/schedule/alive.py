@@ -1,7 +1,7 @@
 """What opens and closes a set or a stash, and how much a stage may hold at once, whatever the timing.
 
-Also for a host that launches a device's ops however far ahead: it takes and gives back memory in the order of its launches, which
-keeps all waits and queues, as if each op took no time. That is one of the timings.
+The bounds also hold if a host launches a device's ops far ahead: it allocates and frees memory in the order of its launches. That order
+obeys all waits and queues, so it is one of the timings: the one in which each op takes no time.
 
 Results that wait for their SEND are neither: `launches.py` bounds them, but not in GPipe with a last stage that alternates.
 """
@@ -22,7 +22,7 @@ ENDS_SET = kinds_where(lambda row: Holding.KEPT_SET in row.frees)
 
 
 def brings_set(schedule: Schedule, op: Op) -> bool:
-    """Whether a set comes with the start of `op`: R, or F where the set is kept."""
+    """Whether `op` makes a set: an R does, and an F whose set is kept."""
     return op.kind is RECOMPUTE or (op.kind in KEEPS_SET and (op.stage, op.microbatch) in schedule.kept)
 
 
@@ -32,12 +32,12 @@ def ends_stash(op: Op) -> bool:
 
 
 def places_taken(schedule: Schedule, op: Op) -> int:
-    """The places that are taken from the start of `op`: a part takes one, a set as many as its stage has parts."""
+    """How many places `op` takes at its start: one for a part, for a set as many as its stage has parts."""
     return _places(schedule, op) if brings_set(schedule, op) else 0
 
 
 def places_freed(schedule: Schedule, op: Op) -> int:
-    """The places that are free again at the end of `op`."""
+    """How many places `op` frees at its end."""
     return _places(schedule, op) if op.kind in ENDS_SET else 0
 
 

@@ -14,7 +14,7 @@ from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.reduce import reduces_of
 from pipetrain.schedule.schedule import Schedule
 
-Way = tuple[Kind, ...]  # the ops in which a microbatch goes back
+Way = tuple[Kind, ...]  # the kinds of ops that make up the backward of a microbatch
 
 
 def bound(
@@ -47,7 +47,7 @@ def bound(
 
 
 def bound_of(schedule: Schedule, costs: Costs) -> float:
-    """Seconds below which no order of the ops of `schedule` can be; messages take their hop, ranks one op at a time.
+    """A lower bound, in seconds, on the step of any order of the ops of `schedule`; messages take their hop, ranks one op at a time.
 
     Proof. Let head_s be the time in which one microbatch gets from stage 0 to stage s: F and hops of the stages
     before. No F of stage s starts earlier. Let tail_s be the time from the end of an op of stage s to the end of the
@@ -91,7 +91,7 @@ def _numbers_kept(policy: RecomputePolicy, microbatches: int, stage: int, *, is_
 
 
 def _ways_back(schedule: Schedule) -> list[Counter[Way]]:
-    """Per stage, how many microbatches go back in which way; empty where nothing needs a gradient."""
+    """Per stage, the number of microbatches for each way of the backward; empty for a stage without a backward."""
     found: list[Counter[Way]] = [Counter() for _ in range(schedule.num_stages)]
     for stage in range(schedule.first_backward, schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):

@@ -55,7 +55,7 @@ def check(schedule: Schedule) -> None:
 
 
 def refuse_unknown_kinds(schedule: Schedule) -> None:
-    """What can be drawn and simulated and not be run: for whoever wants to run it, before anything starts.
+    """Refuse, before a run starts, a schedule that can be drawn and simulated but not executed.
 
     Raises:
         ValueError: an op of a kind that the executor does not know.
@@ -159,7 +159,7 @@ def _incomplete(schedule: Schedule, direction: Direction, first_stage: int) -> I
                 if op not in way:
                     yield (
                         op,
-                        f"stands beside {' and '.join(map(str, way))}: each microbatch needs exactly one backward: B, B of each part, or I and W",
+                        f"is extra to {' and '.join(map(str, way))}: each microbatch needs exactly one backward: B, B of each part, or I and W",
                     )
 
 
@@ -306,7 +306,7 @@ def each_op_after_what_it_reads(schedule: Schedule) -> Iterator[Violation]:
 
 
 def _reads(schedule: Schedule, op: Op) -> Iterator[Op]:
-    """The ops without which `op` has nothing to work on."""
+    """The ops whose results `op` reads."""
     row = op.kind.row
     if op.kind in REDUCING:
         yield from gradients_of(schedule, op)

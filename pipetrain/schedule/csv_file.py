@@ -107,7 +107,7 @@ def order_of_csv(text: str, path: str, shape: Shape) -> ComputeLanes:
 
 
 def _check_placement(path: str, rows: Sequence[Sequence[tuple[str, Op]]], shape: Shape) -> None:
-    """A file that is right but for where its stages live is one for another placement."""
+    """Refuse a file whose stages are on other ranks than those of this placement."""
     ranks_of: dict[int, set[int]] = {stage: set() for stage in range(shape.num_stages)}
     for rank, row in enumerate(rows):
         for _, op in row:
@@ -188,9 +188,7 @@ def _check_ways(stage: int, shape: Shape, places: Mapping[Op, str], end: str) ->
             raise ValueError(f"{end}: the line ends without {ways[0][0]}; each stage needs F and B for each microbatch")
         first, *more = [op for way in there for op in way if op in places]
         if len(there) > 1:
-            raise ValueError(
-                f"{places[more[-1]]}: {more[-1]} stands beside {first}; allowed are B, or I and W, not both"
-            )
+            raise ValueError(f"{places[more[-1]]}: {more[-1]} is extra to {first}; allowed are B, or I and W, not both")
         if len(there[0]) > 1 + len(more):
             missing = next(op for op in there[0] if op not in places)
             raise ValueError(f"{places[first]}: {first} stands without {missing}; allowed are B, or I and W after it")

@@ -232,21 +232,21 @@ def zero_bubble_h1(shape: Shape) -> ComputeLanes:
 
 
 def zero_bubble_v(shape: Shape) -> ComputeLanes:
-    """Two stages per rank, there and back, and no bubble but the fill where f = i = w (Qi et al. 2023, ZB-V, section 6).
+    """Two stages per rank in V-shaped placement; if f = i = w, the fill is the only bubble (Qi et al. 2023, ZB-V, section 6).
 
         rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
         rank 1      1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 2I3 1I2 1I3 1W2 2W3 1W3
 
-    Rank r of p runs 2 (p - r) - 1 forwards of its first stage, then of both stages in turns, then it goes back with the
-    microbatches of its second stage; after that one forward, one I and one W of either stage in turns, until nothing goes
-    forward. At the end r W of each stage are put off. It takes m = 2p microbatches for all of that; for fewer it is the
-    order of 2p without those beyond. A rank holds 2p sets of half its layers.
+    Rank r of p runs 2 (p - r) - 1 forwards of its first stage, then forwards of both stages in turns, then backwards of its second
+    stage; after that one forward, one I and one W of each stage in turns, until no forward is left. The last r W of each stage run
+    at the end. This needs m = 2p microbatches; with fewer, the order is that of 2p without the missing ones.
+    A rank holds 2p sets of half its layers.
     """
     ranks = shape.num_ranks
     if shape.stage_ranks != stage_ranks_of("v", 2 * ranks, ranks):
         raise ValueError(
             f"pipeline.placement={spelling_of(shape.stage_ranks)} with {shape.num_stages} stages on {ranks} ranks: "
-            "pipeline.schedule='zbv' has two stages per rank, there and back; set pipeline.stages_per_rank=2 and pipeline.placement=v"
+            "pipeline.schedule='zbv' has two stages per rank in V-shaped placement; set pipeline.stages_per_rank=2 and pipeline.placement=v"
         )
     turns = max(shape.num_microbatches, 2 * ranks) - ranks
     lanes = []
@@ -283,7 +283,7 @@ FAMILIES: dict[str, Generator] = {
 }
 WITH_WARMUP = ("1f1b",)
 ALWAYS_SPLIT = ("zb-h1", "zbv")  # their backwards are I and W
-AUTO = "auto"  # no family: the order is sought for the costs (`search/`)
+AUTO = "auto"  # no family: `search/` finds an order for the costs
 
 
 def generator_of(family: str) -> Generator:

@@ -4,9 +4,9 @@
     in halves, three places     F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     in halves, one place        F0 F1 R0 I0 W0 F2 R1 I1 W1 F3 R2 I2 W2 R3 I3 W3
 
-A set is held to the end of its W, so where sets are kept is chosen with each W right behind its I, where sets live shortest. Then
-each W goes back to where its stage waits, or, in a family that has an order of its own, to its place there; but it always
-comes before an op that needs the place that it holds.
+A set is held to the end of its W. So the pass first puts each W right behind its I, where sets live shortest, and chooses the sets to
+keep. Then it moves each W later, to where its stage would wait, or to the position that the family has for it; but never behind an op
+that needs the activation slot of W's set.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ _EVERYTHING = frozenset(Holding)
 
 @dataclass(frozen=True, slots=True)
 class KindRow:
-    """What there is to know of a kind of op. Other ops it names are those of the same stage and microbatch."""
+    """The facts of a kind of op. Other ops that it names are those of the same stage and microbatch."""
 
     lane: Lane
     overlap_lane: Lane | None = None  # where it runs instead if recompute.mode=overlap
@@ -98,7 +98,7 @@ class KindRow:
 
     @property
     def uses_edge_after(self) -> bool:
-        """Of a message: whether it goes over the edge after its stage, and not over that before."""
+        """Whether a message uses the edge after its stage rather than the one before it."""
         return (self.direction is Direction.FORWARD) == (self.lane is Lane.SEND)
 
     @property
@@ -107,7 +107,7 @@ class KindRow:
         return None if self.cost is None or self.lane in MESSAGE_LANES else self.cost.replace("_", " ")
 
     def lane_in(self, overlap: bool) -> Lane:
-        """Its lane, where recomputation overlaps or where it does not."""
+        """Its lane, with or without overlapping recomputation."""
         return self.overlap_lane if overlap and self.overlap_lane is not None else self.lane
 
 
@@ -179,7 +179,7 @@ TRANSFER_LANES = (*MESSAGE_LANES, Lane.REDUCE)
 
 
 def kinds_where(holds: Callable[[KindRow], bool]) -> frozenset[Kind]:
-    """The kinds whose row is as asked."""
+    """The kinds whose rows fulfil a condition."""
     return frozenset(kind for kind in Kind if holds(kind.row))
 
 

@@ -109,7 +109,7 @@ def _as_ordered(spec: ScheduleSpec, order: ComputeLanes) -> Schedule:
 
 
 def problem_of(spec: ScheduleSpec, costs: Costs) -> OrderProblem:
-    """What there is to find for the family `auto`."""
+    """The problem that the search for the family `auto` solves."""
     return OrderProblem(costs, spec.num_microbatches, spec.policy, spec.first_backward, spec.split_backward)
 
 
@@ -197,7 +197,7 @@ def lower(draft: Schedule, chosen: Sets, costs: Costs, orders: OrdersOfW | None 
 
 
 def _fastest(schedules: Sequence[Schedule], costs: Costs) -> Schedule:
-    """Of equal ones the first."""
+    """The fastest schedule; of equally fast ones the first."""
     if len(schedules) == 1:
         return schedules[0]
     return min(schedules, key=lambda schedule: simulate(schedule, costs).step_seconds)

@@ -48,7 +48,7 @@ def send_of(schedule: Schedule, op: Op) -> Op | None:
 
 
 def local_source(schedule: Schedule, op: Op) -> Op | None:
-    """The op on the same rank whose result `op` uses, where there is no message."""
+    """The op on the same rank whose boundary tensor `op` reads; None: there is none, or it comes in a message."""
     direction = op.kind.row.direction
     if direction is None or not op.kind.computes or not reads_boundary(schedule, op):
         return None
@@ -65,7 +65,7 @@ def giver_of(schedule: Schedule, direction: Direction, stage: int, microbatch: i
 
 
 def source_of(schedule: Schedule, op: Op) -> Op | None:
-    """What brings `op` the tensor that it uses: a receive, or the op of the neighbouring stage on the same rank."""
+    """The op that gives `op` its boundary tensor: a receive, or the op of the neighbouring stage on the same rank."""
     return receive_of(schedule, op) or local_source(schedule, op)
 
 

@@ -64,7 +64,7 @@ def fill_places(
 
 
 class _Places:
-    """What lies in the places of one stage while each of its ops runs, in the order of its compute lane.
+    """How many places of one stage are taken while each of its ops runs, in the order of its compute lane.
 
     A set that is not kept needs a place, for one part after the other, from the op that reads it first to that which ends it at
     least; a kept one needs as many as it has parts, from its F. An R waits until a place is free, so that these needs are all there are.
@@ -93,7 +93,7 @@ class _Places:
         self.microbatches = list(self._lives)
 
     def keep(self, microbatch: int) -> bool:
-        """Keeps a set if that leaves room for all others; whether it does."""
+        """Keep a set if that leaves enough places for the others. Returns whether it is kept."""
         start, read, end = self._lives[microbatch]
         before, then = self._per_set, self._per_set - 1  # more than an R that is as late as can be
         if max(self._needed[start:read], default=0) + before > self._size:
@@ -123,7 +123,7 @@ def into_gaps(schedule: Schedule, costs: Costs) -> Schedule:
         one place     F0 F1 F2 R0 .  .  B0 R1 B1 R2 B2
         two places    F0 F1 F2 R0 R1 .  B0 B1 R2 B2
 
-    Found by a simulated step with `recompute.mode=overlap`. Messages and waits are those of before.
+    A simulated step with `recompute.mode=overlap` finds these positions. Messages and waits are those of `schedule`.
     """
     policy = dataclasses.replace(schedule.policy, mode=Mode.OVERLAP)
     beside = add_messages(add_recompute(dataclasses.replace(schedule, policy=policy)))

@@ -1,4 +1,4 @@
-"""What to recompute and when: the user's wish, before it becomes ops."""
+"""What to recompute and when: the user's keys, which the passes turn into ops."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Outputs:
         if not found or (first is not None and last is not None and last < first):
             raise ValueError(
                 f"recompute.selective={text}: allowed are matmul, attention, an operation's name (mm), layers (3, 0-5, 3.mlp), and both "
-                "together (0-5:attention), or a list of such"
+                "together (0-5:attention), or a list of these"
             )
         return Outputs(found["op"] or found["there"], first, first if last is None else last, found["path"] or "")
 
@@ -215,7 +215,7 @@ class RecomputePolicy:
         return self.segments
 
     def num_parts(self, stage: int) -> int:
-        """In how many parts `stage` is recomputed, or goes back.
+        """In how many parts `stage` is recomputed, or runs its backward.
 
         Raises:
             ValueError: that depends on the layers of the stage, which are not known.
@@ -251,7 +251,7 @@ class RecomputePolicy:
         return sets[stage] if isinstance(sets, tuple) else sets
 
     def keeps_at_once(self, stage: int) -> bool:
-        """Whether a set of `stage` that is read right after its F stays: nothing is free in between."""
+        """Whether `stage` keeps a set that its B reads right after F: to recompute it would free no memory for another op."""
         places = self.places_of(stage)
         return self.last_stage is LastStage.AUTO and (places is None or places >= self.num_parts(stage))
 
@@ -346,7 +346,7 @@ def _cut(layers: int, parts: int) -> tuple[int, ...]:
 
 
 def _shares(parts: Sequence[Sequence[int]], work: Sequence[float]) -> tuple[tuple[float, ...], ...]:
-    """What each part is of the work of its stage; of a stage without work, of its layers."""
+    """Each part's share of the work of its stage; if the stage has no work, of its layers."""
     found, start = [], 0
     for sizes in parts:
         ends = list(itertools.accumulate(sizes, initial=start))
@@ -357,7 +357,7 @@ def _shares(parts: Sequence[Sequence[int]], work: Sequence[float]) -> tuple[tupl
 
 
 def _entries(value: Any) -> Sequence[Any]:
-    """Those of a list, or the one value; None: none."""
+    """The entries of a list, or the one value; None: no entries."""
     if value is None:
         return ()
     return value if isinstance(value, (list, tuple)) else (value,)
@@ -367,7 +367,7 @@ def _kept_layer(entry: object) -> str:
     text = str(entry)
     if layer_numbers(text) is None and not text.isidentifier():
         raise ValueError(
-            f"recompute.keep_layers={text}: allowed are numbers of layers (3, 2-5), the name of their class (MyLayer), or a list of such"
+            f"recompute.keep_layers={text}: allowed are numbers of layers (3, 2-5), the name of their class (MyLayer), or a list of these"
         )
     return text
 

@@ -70,7 +70,7 @@ def keep_all(schedule: Schedule) -> Schedule:
 
 
 def decides_itself(schedule: Schedule) -> bool:
-    """Whether a schedule comes with R or with kept sets, so that nothing is left to choose."""
+    """Whether a schedule already has R or kept sets, so that the policy has no choice left."""
     return bool(schedule.kept) or any(op.kind is RECOMPUTE for _, _, op in schedule.ops())
 
 
@@ -110,7 +110,7 @@ def with_recompute(compute: Iterable[Op], wanted: Callable[[Op], bool]) -> Itera
 
 
 def kept_at_once(schedule: Schedule) -> set[tuple[int, int]]:
-    """Of those that are `directly_followed` the ones that the policy keeps for it."""
+    """The sets that the policy keeps because they are `directly_followed`."""
     return {(stage, i) for stage, i in directly_followed(schedule) if schedule.policy.keeps_at_once(stage)}
 
 

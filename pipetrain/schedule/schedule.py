@@ -29,7 +29,7 @@ def in_parts(op: Op, num_parts: int) -> tuple[Op, ...]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who does what, in which order.
+    """The ops of every rank and lane, their order and their waits.
 
     `lanes[rank][lane]` are the ops of one logical queue in order. Ops of `COMPUTE` and of `RECOMPUTE` run in the order
     of their lane. In `SEND` and `RECV` each (stage edge, direction) is a queue of its own: ops of one lane that use
@@ -97,7 +97,7 @@ class Schedule:
 
     @functools.cached_property
     def _before(self) -> dict[Op, Op]:
-        """Of each op but the first of its queue, the one before it."""
+        """For each op the one before it in its queue; the first of a queue has none."""
         found: dict[Op, Op] = {}
         last: dict[tuple[int, Queue], Op] = {}
         for rank, lane, op in self.ops():
@@ -114,7 +114,7 @@ class Schedule:
 
     @functools.cached_property
     def _unusual_ways(self) -> dict[tuple[Direction, int, int | None], tuple[Op, ...]]:
-        """Of each microbatch that passes a stage in another than the first way, the way."""
+        """The way of each microbatch that does not pass a stage in the first way."""
         unusual = {
             kind: (direction, way) for direction, ways in PASS_SEQUENCES.items() for way in ways[1:] for kind in way
         }

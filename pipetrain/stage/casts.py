@@ -1,12 +1,12 @@
-"""Under autocast: the casts of weights are made once, and are no part of a set.
+"""Under autocast: each weight is cast once per step, and casts do not belong to a set.
 
-Whoever multiplies by a weight saves its cast for backward. Were each R to make a cast of its own, each set would hold the weights
-of its stage a second time.
+A matrix product saves the cast of its weight for backward. If each R made its own cast, each set would hold the weights of its stage
+a second time.
 
-    trained   autocast casts a weight once and keeps the cast until the outermost autocast ends. R reads what F has made: it is
-              on the stream of F, for which R waits, and nobody gives it away before the step has ended.
-    frozen    autocast casts it anew each time. Here the first F of a step makes the cast, and all that follow get it instead of the
-              weight; it goes when the step ends, so a weight that changes between steps is cast again.
+    trained   autocast casts a weight once and keeps the cast until the outermost autocast ends. R reads the cast of F: R waits for the
+              stream of F, which wrote it, and its memory is not freed before the step ends.
+    frozen    autocast casts the weight at each use. Here the first F of a step makes the cast, and later uses get it instead of the
+              weight. The step frees it at its end, so a weight that changes between steps is cast again.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class Entry:
         return pytree.tree_unflatten(leaves, given.spec), watched
 
     def check(self, entered: Sequence[Entered]) -> None:
-        """The layers have run: they may have changed only what nobody else reads. Raises SavedTensorChanged."""
+        """Check after the layers have run: they may have changed in place only tensors that nothing else reads. Raises SavedTensorChanged."""
         self._is_known = True
         for tensor, version, fixed, before, is_clone in entered:
             if tensor._version == version and (before is None or _is_equal(tensor.detach(), before)):

@@ -98,7 +98,7 @@ def saved_changed(where: str, shape: torch.Size, when: str, by: str = "") -> Sav
 
 
 def changed_node(roots: Iterable[GradientEdge]) -> Node | None:
-    """The node below `roots`, which a backward without hooks has not passed, of whose saved tensors one was changed in place."""
+    """The first node below `roots` with a saved tensor that was changed in place. A backward without hooks must not have passed it."""
     todo, walked = [root.node for root in roots], set[Node]()
     while todo:
         node = todo.pop()

@@ -259,7 +259,7 @@ class LayerInspection:
         return {name: checksum([buffer.cpu()]) for name, buffer in named if name not in self._buffer_names}
 
     def _put_buffers_back(self) -> None:
-        """R will see those that F saw."""
+        """Restore the buffers, so that R reads the values that F read."""
         for module, name, buffer, values in self._buffers:
             if module._buffers.get(name) is buffer:  # R finds another one as the last F has left it
                 buffer.data = values.clone()
@@ -271,7 +271,7 @@ class LayerInspection:
 
 
 class _StoragesMade(TorchDispatchMode):
-    """The memory that operations in its block made."""
+    """The storages that operations in its block allocated."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

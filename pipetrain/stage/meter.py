@@ -1,7 +1,7 @@
 """The activation meter: bytes of distinct storages that a rank holds for a later B.
 
-A storage counts once however many tensors look into it, by its identity and not by its address, which the allocator
-gives away again. Parameters and buffers do not count, nor do casts of parameters that all sets share.
+A storage counts once however many tensors view it. Its identity is its key, not its address, which the allocator reuses.
+Parameters and buffers do not count, nor do casts of parameters that all sets share.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ActivationMeter:
         self._weights = frozenset(storage._cdata for tensor in tensors for storage in storages_of(tensor))
 
     def leave_out(self, storage: int) -> None:
-        """Do not count this storage from now on, until `count_again`: it stays in any case."""
+        """Do not count this storage until `count_again`: it stays allocated in any case."""
         with self._lock:
             self._left_out[storage] = self._left_out.get(storage, 0) + 1
 
@@ -81,7 +81,7 @@ class ActivationMeter:
         return key
 
     def release(self, key: int, *, on_its_way: bool = False) -> None:
-        """One holder of the storage less. The holder must still own the tensor, so that the identity is not reused."""
+        """End one `hold` of the storage. The holder must still own the tensor, so that the identity is not reused."""
         if not key:
             return
         with self._lock:

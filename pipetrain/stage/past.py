@@ -1,13 +1,13 @@
-"""What the layers of a rank keep of the tokens before, where text is made token by token.
+"""The cache of a rank's layers for generation token by token: what they keep of earlier tokens, such as keys and values.
 
-A layer that looks at other positions than its own can go on from them:
+A layer that reads other positions than its own needs a method for it:
 
     def forward_cached(self, value, past):        # of the new positions alone; in eval and inference mode
-        keys, values = past.extend(self, keys, values)      # those before, and the new ones
+        keys, values = past.extend(self, keys, values)      # the earlier ones, and the new ones
 
-Where a position stands and how many came before is told by the runtime, and never read from what a layer keeps: a stage does not
-have the first layer of its model. So what depends on that alone a layer may make in `prepare_cached(past)`, if it has one: it is called while
-the value is still on its way.
+The runtime tells a layer the positions of the new tokens and how many came before. A layer does not read them from its cache, since a
+stage need not hold the first layer of the model. A layer may have a method `prepare_cached(past)` for tensors that depend on positions
+alone: the runtime calls it while the value is still being received.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIRST_ROOM = 64
 
 
 def goes_on(layer: nn.Module) -> bool:
-    """Whether a layer can go on from the tokens before, or need not know them."""
+    """Whether a layer can continue from earlier tokens, or does not depend on them."""
     return hasattr(layer, "forward_cached") or isinstance(layer, _BY_POSITION)
 
 
@@ -119,7 +119,7 @@ class Past:
         return _of(self._made, key, make)
 
     def kept(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """What stays from call to call, under a key that nobody else has: made by who asks first."""
+        """The value that stays from call to call under a unique `key`; the first call makes it."""
         return _of(self._kept, key, make)
 
     def extend(self, key: Hashable, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ from pipetrain.stage.slots import LateBoundSet, both
 
 
 class SetComplete(BaseException):
-    """The last slot is full: the rest of R would compute what nobody reads."""
+    """The last slot is full: B needs nothing of what the rest of R would compute."""
 
 
 # The node of what R begins with behind a layer that it passes over, which in F was that layer's.
@@ -99,7 +99,7 @@ class Recompute:
             self._proof.at_last_slot()
 
     def _check_signature(self, tensor: Tensor) -> None:
-        """R saves this: is it what F saved next?"""
+        """Check that R saves what F saved next."""
         if self._is_complete:
             raise SetComplete
         signature = tensor.shape, tensor.dtype, type(tensor.grad_fn)
@@ -190,7 +190,7 @@ class Recompute:
             )
 
     def fail(self, what: str, layer: int | None = None) -> NoReturn:
-        """R of the layer that it is in did something else than F. Where a layer before had other values already, those are the cause."""
+        """Raise that R of its current layer did something else than F. If an earlier layer already had other values, the error names that one."""
         if self._failure is None:
             self._failure = self._difference() or mismatch(
                 self._late.name_of(self._layer if layer is None else layer), what

@@ -44,9 +44,9 @@ class _Passing:
 
 
 class SegmentedStage:
-    """The layers of a stage in parts of `sizes` layers, with the methods of `Stage`; R and B of a part are told which.
+    """The layers of a stage in parts of `sizes` layers, with the methods of `Stage`; R and B take the number of a part.
 
-    A set that is kept goes back whole: B of all parts, one after the other. `cross` is what passes between stages of one rank;
+    A kept set has one B, which runs the backwards of all parts one after the other. `cross` passes tensors between stages of one rank;
     `options` are those of `Stage`.
     """
 

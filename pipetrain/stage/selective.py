@@ -1,4 +1,4 @@
-"""Outputs that stay from F to B, so that R need not compute them: of products of matrices, of attention, of what a user names.
+"""Outputs that stay from F to B, so that R need not compute them: of matrix products, attention, or operations that the user names.
 
 To fill a slot in F would save no time, for R would still run the operation that made the tensor. So F and R run their layers
 under a mode below autograd; in R it *returns* what was kept, and autograd makes the node and saves as in F.
@@ -135,7 +135,7 @@ _Met = tuple[Operation, Sequence[_Rule]]  # an operation that writes, or that so
 
 
 class Selection:
-    """What is kept in the layers of one stage."""
+    """The outputs to keep in the layers of one stage."""
 
     def __init__(self, wanted: Sequence[Wanted], layers: Sequence[nn.Module], first_layer: int) -> None:
         """Raises:
@@ -311,7 +311,7 @@ class _Call:
 
 
 class KeptOutputs:
-    """What F of one microbatch keeps for its R."""
+    """The outputs that F of one microbatch keeps for its R."""
 
     def __init__(self, selection: Selection, meter: ActivationMeter) -> None:
         self._selection = selection
@@ -327,11 +327,11 @@ class KeptOutputs:
                 self._before_write(tensor)
 
     def in_forward(self, layer: int, num_slots: Callable[[], int]) -> AbstractContextManager[object]:
-        """Around a layer in F, which has saved so many tensors by now."""
+        """Around a layer in F, before which F has saved `num_slots` tensors."""
         return self._selection.under(layer, partial(self._run_in_forward, layer, num_slots))
 
     def in_recompute(self, layer: int, fail: Callable[[str], NoReturn]) -> AbstractContextManager[object]:
-        """Around a layer in R; `fail` is told where R goes another way than F."""
+        """Around a layer in R; `fail` is called if R runs other operations than F."""
         return self._selection.under(layer, partial(self._run_in_recompute, layer, fail))
 
     def _run_in_forward(
@@ -392,7 +392,7 @@ class KeptOutputs:
                     call.kept = None
 
     def left(self, layer: int) -> int:
-        """How many of the operations that F ran in `layer` R has not come to."""
+        """The number of operations that F ran in `layer` and R has not yet run."""
         return len(self._calls[layer]) - self._next[layer]
 
     @property
@@ -401,7 +401,7 @@ class KeptOutputs:
         return sum(self._sizes().values())
 
     def bytes_in(self, storages: Set[int]) -> int:
-        """Of those, what lies in these storages."""
+        """Bytes of the kept outputs in these storages."""
         return sum(size for key, size in self._sizes().items() if key in storages)
 
     def _sizes(self) -> dict[int, int]:
@@ -413,7 +413,7 @@ class KeptOutputs:
         return [tensor for one in kept for tensor, _ in one.held]
 
     def drop(self) -> None:
-        """Keep nothing any more."""
+        """Drop all kept outputs."""
         for calls in self._calls.values():
             for call in calls:  # which an error may hold
                 call.kept = None

@@ -114,7 +114,7 @@ class LateBoundSet:
         self.free |= free
 
     def start_layer(self, value: Any = None) -> AbstractContextManager[object]:
-        """F goes on to its next layer, which gets `value` and runs under what this returns."""
+        """F comes to its next layer, whose input is `value`. Returns the context in which the layer runs."""
         self.layer += 1
         self.starts.append(len(self.slots))
         if self.witness is not None:
@@ -143,7 +143,7 @@ class LateBoundSet:
             self.witness.start_layer(self.layer)
 
     def refuse_hooks(self, _: str = "") -> NoReturn:
-        """The layer that F is in cannot go on with hooks."""
+        """Stop the layer that F is in, because it cannot run with hooks."""
         self.hooks_refused = True
         raise NeedsGradientInside
 
@@ -244,7 +244,7 @@ class LateBoundSet:
 
     @property
     def needs_recompute(self) -> bool:
-        """Whether there is a slot that R has to fill, or to prove."""
+        """Whether R has to fill a slot, or to prove one."""
         return self.end > 0
 
     def last_signatures(self) -> Sequence[Signature]:
@@ -253,7 +253,7 @@ class LateBoundSet:
         return self.signatures[start : self.end]
 
     def drop(self) -> None:
-        """The step has failed: hold nothing any more."""
+        """Drop everything that is held, because the step has failed."""
         self.slots.clear()
         self._aliases.clear()
         if self.proof is not None:
@@ -261,12 +261,12 @@ class LateBoundSet:
         self.start_backward()
 
     def start_backward(self) -> None:
-        """B begins, and so R has ended: on a GPU no operation of R reads what is let go any more when its memory is given away."""
+        """B begins, so R has ended. On a GPU no operation of R is left that reads the outputs, so their memory may be reused."""
         if self.outputs is not None:
             self.outputs.drop()
 
     def assert_closed(self) -> None:
-        """B is done: whatever is left of the set belongs to the graph, which goes."""
+        """Assert that B has freed the set; the rest belongs to the graph, which is freed next."""
         assert not self.slots, f"{len(self.slots)} slots are still held after their B"
         assert not self._aliases, f"{len(self._aliases)} aliases are still held after their B"
         kept = 0 if self.outputs is None else self.outputs.num_bytes
@@ -280,11 +280,11 @@ class LateBoundSet:
         return [slot.tensor for slot in slots if slot.tensor is not None]
 
     def storages(self) -> set[int]:
-        """Of what F has filled the slots with."""
+        """The storages of the tensors with which F has filled the slots."""
         return {slot.storage() for slot in self.slots} - {0}
 
     def tensors(self) -> list[Tensor]:
-        """What F has filled the slots with, and what it keeps besides."""
+        """The tensors with which F has filled the slots, and the outputs that it keeps."""
         kept = [] if self.outputs is None else self.outputs.tensors()
         return kept + [slot.tensor for slot in self.slots if slot.tensor is not None]
 

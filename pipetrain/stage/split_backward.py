@@ -130,7 +130,7 @@ class _Late:
 
 
 class Deferral:
-    """What of one (stage, microbatch) waits from its I to its W."""
+    """The weight gradients of one (stage, microbatch) that wait from its I to its W."""
 
     def __init__(self, weights: DeferredWeights, start_again: Callable[[], NoReturn]) -> None:
         self.weights = weights
@@ -139,7 +139,7 @@ class Deferral:
 
     @property
     def num_bytes(self) -> int:
-        """Of what waits, each storage once, without those of the weights."""
+        """Bytes that wait for W: each storage once, without those of the weights."""
         tensors = [tensor for late in self._late for tensor, _ in late.held]
         sizes = {storage._cdata: storage.nbytes() for tensor in tensors for storage in storages_of(tensor)}
         return sum(size for key, size in sizes.items() if not self.weights.meter.is_left_out(key))
@@ -291,7 +291,7 @@ class DeferredWeights:
         return weights if all(self._other_reader.get(weight) == "" for weight in weights.values()) else {}
 
     def tell(self, layer: int, why: str) -> None:
-        """A layer's backward stays in I."""
+        """Warn that a layer's whole backward runs in I."""
         if (layer, why) not in self._told:
             self._told.add((layer, why))
             warnings.warn(

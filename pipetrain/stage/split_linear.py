@@ -106,7 +106,7 @@ def _split_addmm(*args: Any, **named: Any) -> Tensor:
 
 
 def _split_product(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor | None:
-    """None: torch's function is to run; where the weight learns, the user is told why."""
+    """None: the caller runs torch's function; if the weight is trained, a warning says why."""
     call = layer_in_force()
     if call is None or not weight.requires_grad or not torch.is_grad_enabled():
         return None

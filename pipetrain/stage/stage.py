@@ -113,7 +113,7 @@ class Stage:
 
     @property
     def end(self) -> str:
-        """Who gives what leaves the stage, in an error."""
+        """The name, for errors, of the layer (or loss) whose output is the stage's output."""
         return f"{self.name_of(len(self.layers) - 1)}, the last of {self._title},"
 
     def name_of(self, number: int) -> str:
@@ -137,8 +137,8 @@ class Stage:
     ) -> StageOutput:
         """F with a graph. With a loss, the output is the weighted loss.
 
-        With `prove`, what could make a difference later is looked for now: the set is kept although R will run, and R is
-        compared with it. `has_backward`: whether B will be asked for; where the output needs no gradient it does nothing.
+        With `prove`, the set is kept although R will run, and R is compared with it, so that layers that R cannot repeat are
+        found. `has_backward`: whether B will be called; B does nothing if the output needs no gradient.
         `split`: as I and W. `witness`: checksums of what F and R save are compared.
 
         Raises:
@@ -346,7 +346,7 @@ class Stage:
     # R ------------------------------------------------------------------------------------------------------------
 
     def holds(self, microbatch: int) -> bool:
-        """Whether there is something for R and B to do."""
+        """Whether R or B has work to do."""
         return microbatch in self._held
 
     def recompute(self, microbatch: int, part: int | None = None) -> None:
@@ -421,7 +421,7 @@ class Stage:
         """B: adds to `.grad` of the parameters; returns the gradient of each input leaf (None: it has none).
 
         `gradients` belong to the output leaves in order. With a loss they are ignored and the root is `scale`.
-        Where F was told that B is split, this is I: what may wait does, until `backward_weights`.
+        If F had `split`, this is I: the weight gradients that may wait do so until `backward_weights`.
         """
         assert part is None, f"stage {self.index} has no parts"
         held = self._held.pop(microbatch)
@@ -459,7 +459,7 @@ class Stage:
             raise saved_changed(layer, torch.Size(), "before B read it", node.name()) from error
 
     def backward_weights(self, microbatch: int) -> None:
-        """W: adds to `.grad` of the weights what I has put off. Raises SavedTensorChanged: what waited was changed in place."""
+        """W: adds the gradients that I has deferred to `.grad` of the weights. Raises SavedTensorChanged: what waited was changed."""
         self._deferred.pop(microbatch).run()
 
     def end_step(self) -> None:
@@ -475,13 +475,13 @@ class Stage:
         self._versions.clear()
 
     def _release(self, held: Held) -> None:
-        """Nobody counts the input any more, nor what a kept set shares with it or with the output: B lets go of both."""
+        """Stop counting the input, and what a kept set shares with it or with the output: B frees both."""
         for _, key in held.counted:
             self.meter.release(key)
         held.counted.clear()
 
     def drop(self) -> None:
-        """Forget everything that is held: a step has failed."""
+        """Drop everything that is held, because a step has failed."""
         for held in self._held.values():
             self._release(held)
             held.size = None

@@ -1,8 +1,8 @@
-"""Tensors as they were: copied, compared, and put in the place of what they have become.
+"""Copies of tensors: made, compared, and put in place of a tensor that has changed since.
 
-A copy stands in for its tensor by `tensor.data = copy`: the tensor object stays, so whoever refers to it (a module that is
-used twice, a layer that reads another's buffer) sees the copy, and what is written meanwhile goes into the copy. What
-looks into the memory of before (a saved tensor of another microbatch, a view) is not disturbed.
+`tensor.data = copy` puts a copy in place: the tensor object stays, so everything that refers to it (a module that is used twice, a
+layer that reads another's buffer) reads and writes the copy. Tensors that share the old memory (a saved tensor of another
+microbatch, a view) keep their values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_small(tensor: Tensor) -> bool:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether it has one storage and strides: neither sparse nor nested."""
+    """Whether a tensor has one storage and strides: it is neither sparse nor nested."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
@@ -60,7 +60,7 @@ class TensorCopies:
         return some
 
     def stand_in(self) -> list[Tensor]:
-        """The copies take the tensors' places; returns what `withdraw` gives back."""
+        """Put the copies in the tensors' places; returns the tensors' own data, for `withdraw`."""
         live = [tensor.data for tensor in self.tensors]
         for tensor, copy in zip(self.tensors, self.copies):
             tensor.data = copy

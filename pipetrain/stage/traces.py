@@ -1,6 +1,6 @@
-"""What a forward leaves behind outside of autograd and buffers: counters, caches, generators, in a layer's attributes and around its code.
+"""Traces: state of a forward outside of autograd and buffers (counters, caches, generators), in attributes or variables of the layer's code.
 
-Nothing is put back: two looks are compared, and a layer that leaves traces is not run a second time.
+Traces before and after a forward are compared. They cannot be restored, so a layer that leaves traces is not run a second time.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ Look = dict[str, Hashable]  # what is where, by its name
 
 
 def first_change(before: Look, now: Look) -> str | None:
-    """The name of the first thing that is another in the second look; None: all are the same."""
+    """The name of the first trace that differs between two snapshots of them; None: all are equal."""
     return next((name for name in {**before, **now} if before.get(name, _GONE) != now.get(name, _GONE)), None)
 
 
 def own_traces(layer: Any) -> Look:
-    """What a layer, or a loss, has in its attributes: identities and versions of tensors, values of numbers and texts."""
+    """The attributes of a layer or a loss: identities and versions of tensors, values of numbers and texts."""
     return attributes_of(layer.named_modules() if isinstance(layer, nn.Module) else [("", layer)])
 
 

@@ -1,9 +1,9 @@
-"""The witness: in each step one microbatch of each stage, in turn, of whose saved tensors F and R take checksums, one per layer; and F looks
-whether it changes attributes of a layer.
+"""The witness: in each step, F and R of one microbatch per stage take checksums of their saved tensors, one per layer, and are compared. F
+also checks whether it changes attributes of a layer. The microbatch is another one in each step, in turn.
 
-So a layer that begins to do something else in R than in F, after its first microbatch was proved, is an error within as many steps as there are
-microbatches. F takes a checksum at the end of each layer, since an operation may fill a tensor that it has saved already. Parameters are
-left out: their versions are compared. On a CPU alone: on a GPU the bits of a kernel may differ from run to run.
+So if a layer begins to compute something else in R than in F, after its first microbatch was checked, an error says so within as many steps
+as there are microbatches. F takes a checksum at the end of each layer, since an operation may fill a tensor that it has saved already.
+Parameters are skipped: their versions are compared. On a CPU alone: on a GPU the bits of a kernel may differ from run to run.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Witness:
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """CRC-32 of the bits of some tensors, one after the other; what has no plain bits (sparse, nested, quantized) is passed over."""
+    """CRC-32 of the bits of some tensors, one after the other; tensors without plain bits (sparse, nested, quantized) are skipped."""
     found = 0
     for tensor in tensors:
         # Plain bytes are what a library keeps for itself, which has gaps that nobody writes.

@@ -1,4 +1,4 @@
-"""The marks beside the fields of the records: the values that a key may have, and what a run that goes on must keep."""
+"""The marks beside the fields of the records: the values that a key may have, and those that a resumed run must keep."""
 
 import math
 import re

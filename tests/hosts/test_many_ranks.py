@@ -10,6 +10,8 @@ from played import Footprint, start_all, start_one, use_the_group
 
 FEW = 4
 PLACES = ["first", "middle", "last"]
+# A tenth of a rank's memory with all of torch loaded. What is loaded differs from run to run, whatever the number of ranks.
+MOST_MORE = 26 << 20
 
 
 def rank_at(place: str, num_ranks: int) -> int:
@@ -17,10 +19,6 @@ def rank_at(place: str, num_ranks: int) -> int:
 
 
 @functools.cache
-# A tenth of a rank's memory with all of torch loaded. What is loaded differs from run to run, and does not depend on how many ranks there are.
-MOST_MORE = 26 << 20
-
-
 def footprint(place: str, num_ranks: int) -> Footprint:
     return start_one(rank_at(place, num_ranks), num_ranks)
 

@@ -1,4 +1,4 @@
-"""What an order is sought for: the table of `orders.json`, and anything at all. Knows no torch."""
+"""Problems for the search of an order: the table of `orders.json`, and random ones. Loads no torch."""
 
 from __future__ import annotations
 

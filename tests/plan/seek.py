@@ -1,6 +1,6 @@
-"""Seeks the orders of `orders.json` again: `python tests/plan/seek.py SECONDS [part of a name ...]`, SECONDS for each.
+"""Searches for the orders of `orders.json` again: `python tests/plan/seek.py SECONDS [part of a name ...]`, SECONDS for each.
 
-It goes on from those that are there, and keeps what is better. Orders that the rule alone makes are not stored.
+It starts from the stored ones, and stores better ones. Orders that the rule alone makes are not stored.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The search for orders: what it reaches, what it proves, that it is never worse than a named family, and what it keeps.
 
-`orders.json` holds orders that took minutes of search; `python tests/plan/seek.py` seeks them again.
+`orders.json` holds orders that took minutes of search; `python tests/plan/seek.py` searches for them again.
 """
 
 import dataclasses

@@ -350,7 +350,7 @@ def test_mistakes_are_told_before_anything_runs(options: dict[str, Any], said: s
 def test_layers_that_keep_nothing_are_named() -> None:
     assert len(_of_layers(nn.Embedding(8, 8), nn.Linear(8, 8))[0]) == 2
     with pytest.raises(
-        ValueError, match=r"layer 1 \(LSTM\) cannot go on from the tokens before: give it forward_cached"
+        ValueError, match=r"layer 1 \(LSTM\) cannot continue from earlier tokens: give it forward_cached"
     ):
         _of_layers(nn.Embedding(8, 8), nn.LSTM(8, 8))
 

@@ -1,4 +1,4 @@
-"""A loss that is no mean over rows is refused, or told of once, in the first step; and a sum is trained as one where the user says so."""
+"""The first step refuses a loss that is not a mean over rows, or warns of it once; a sum is trained as a sum if the user says so."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ BROKEN = {
     ),
     "a kept set, whole and in parts": (
         edited(1, Lane.COMPUTE, ("1B2.2", "1B2.2 1B2"), schedule=ALL_KEPT),
-        "1B2: stands beside 1B2.2 and 1B2.1 and 1B2.0",
+        "1B2: is extra to 1B2.2 and 1B2.1 and 1B2.0",
     ),
     "places of parts": (
         in_parts(("1R1.2 1B1.2 1R1.1 1B1.1", "1R1.2 1R1.1 1B1.2 1B1.1")),

@@ -1,4 +1,4 @@
-"""Schedules through files: there and back, into torch's own runtime, and what is wrong with a broken one."""
+"""Schedules in files: written and read back, run by torch's own runtime, and the errors for broken ones."""
 
 import dataclasses
 import re

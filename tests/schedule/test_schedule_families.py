@@ -206,7 +206,10 @@ BAD = [
         {"family": "zb-h1", "num_ranks": 2},
         "pipeline.schedule='zb-h1' holds one stage per rank, not 4 stages on 2 ranks",
     ),
-    ({"family": "zbv"}, "two stages per rank, there and back; set pipeline.stages_per_rank=2 and pipeline.placement=v"),
+    (
+        {"family": "zbv"},
+        "two stages per rank in V-shaped placement; set pipeline.stages_per_rank=2 and pipeline.placement=v",
+    ),
     ({"family": "zbv", "num_ranks": 2}, "pipeline.placement=loop with 4 stages on 2 ranks"),
     (
         {"family": "zbv", "num_ranks": 2, "placement": "v", "warmup": 3},

@@ -164,7 +164,7 @@ BROKEN = {
     "i without w": (("1W2", ""), "1W2: is missing: 1I2 needs it"),
     "both": (
         ("1I2", "1I2 1B2"),
-        "1B2: stands beside 1I2 and 1W2: each microbatch needs exactly one backward: B, B of each part, or I and W",
+        "1B2: is extra to 1I2 and 1W2: each microbatch needs exactly one backward: B, B of each part, or I and W",
     ),
     "w first": (("1I2 1W1 1I3 1W2", "1W2 1W1 1I3 1I2"), "1W2: does not wait for 1I2"),
     "twice": (("1W2", "1W2 1W2"), "1W2: stands there 2 times"),
@@ -183,7 +183,7 @@ def test_check_names_what_is_wrong(name: str) -> None:
 FILES = {
     "w without i": (("1I1", ""), "line 2, cell 5: 1W1 stands without 1I1; allowed are B, or I and W after it"),
     "i without w": (("1W1", ""), "line 2, cell 4: 1I1 stands without 1W1; allowed are B, or I and W after it"),
-    "both": (("1W1", "1W1,1B1"), "line 2, cell 5: 1W1 stands beside 1B1; allowed are B, or I and W, not both"),
+    "both": (("1W1", "1W1,1B1"), "line 2, cell 5: 1W1 is extra to 1B1; allowed are B, or I and W, not both"),
     "w first": (("1I1,1W1", "1W1,1I1"), "line 2, cell 4: 1W1 stands before 1I1, whose other half it is"),
     "neither": (("1I1,1W1", ""), "line 2, cell 3: the line ends without 1B1; each stage needs F and B"),
 }

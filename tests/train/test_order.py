@@ -1,4 +1,4 @@
-"""`pipeline.schedule=auto` in a run: rank 0 seeks the order or has it from the run that goes on, all ranks run the same."""
+"""`pipeline.schedule=auto` in a run: rank 0 searches for the order or takes that of the resumed run, all ranks run the same."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Real runs with real wandb and TensorBoard files, read back: nothing is lost, nothing is told, nothing is left running."""
+"""Real runs with real wandb and TensorBoard files, read back: nothing is lost, no data leaves the machine, no process is left running."""
 
 import json
 import os

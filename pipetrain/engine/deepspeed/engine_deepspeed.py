@@ -112,7 +112,7 @@ class DeepSpeedEngine:
         return self._optimizer
 
     def start_at(self, step: int) -> None:
-        """Nothing to do: `step` is told its number."""
+        """Nothing to do: `step` takes its number as an argument."""
 
     def change(self, plan: Plan, schedule: Schedule) -> NoReturn:  # noqa: ARG002
         raise ValueError("engine=deepspeed trains the whole run by one plan; use phases=[], or engine=native")
@@ -150,7 +150,7 @@ class DeepSpeedEngine:
         if differ:
             raise PipelineError(
                 f"after step {self._step} the weights of {' and '.join(differ)} are not those of the same stage in replica 0: something "
-                "changed them beside the optimizer, or a machine computes wrongly; resume=auto goes on from the last snapshot"
+                "other than the optimizer changed them, or a machine computes wrongly; resume=auto resumes from the last snapshot"
             )
 
     def evaluate(self, batches: Iterable[Batch]) -> float | None:
@@ -223,10 +223,10 @@ class DeepSpeedEngine:
         return values
 
     def _cut(self, batch: Batch) -> list[_Microbatch]:
-        """Microbatches of one size, which DeepSpeed's buffers have: the last of an evaluation is filled up with what does not count.
+        """Microbatches of one size, as DeepSpeed's buffers need: the last one of an evaluation is padded with rows that do not count.
 
         Raises:
-            ValueError: inputs or targets that are no tensor.
+            ValueError: inputs or targets are not one tensor.
         """
         if self._spec.take_batch is not None:
             batch = Batch(*self._spec.take_batch(*batch))

@@ -42,8 +42,8 @@ def export_model(
     Args:
         stages: our layers, some at a time; each becomes a file.
         files: config.json and what else belongs to the model, as `keep_files` left it in the run folder.
-        lora: the adapters that were trained, which are merged, or written alone for who has the model `base`.
-        out: it is there whole or not at all.
+        lora: the trained adapters, which are merged into the weights, or written alone for users of the model `base`.
+        out: appears only once it is complete.
 
     Raises ValueError: `out` is in use; a tensor of the model is missing.
     """

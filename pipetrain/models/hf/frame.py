@@ -155,7 +155,7 @@ def local_frame(tree: Mapping[str, Any], maker: FrameMaker) -> StageLocal:
 
 
 class StageCache(DynamicCache):  # type: ignore[misc]  # transformers has no types for it
-    """A cache as the model's own `generate` has, but that it is told how many tokens came before.
+    """The cache of the model's own `generate`, except that the caller sets how many tokens came before.
 
     transformers reads that off the first layer, and the size of a mask off the first of its kind; a later stage fills neither.
     """

@@ -56,9 +56,7 @@ def check_targets(model: PreTrainedModel, parts: Parts, config: LoraConfig) -> N
             raise ValueError(f"model.lora.layers={list(config.layers or ())}: decoder layers are 0 to {count - 1}")
     linear = {name.removeprefix(f"{parts.layers}.") for name in _linear_layers(model, parts)}
     if not linear:
-        raise ValueError(
-            f"model.lora.rank={config.rank}: {type(model).__name__} has no linear layers that adapters could stand beside"
-        )
+        raise ValueError(f"model.lora.rank={config.rank}: {type(model).__name__} has no linear layers for adapters")
     found = _targets(model, parts, config)
     for target in config.targets:
         if not any(_is_meant(name, target) for name in found):
@@ -118,7 +116,7 @@ def scale_of(config: LoraConfig) -> float:
 
 
 def _settings(model: PreTrainedModel, config: LoraConfig, targets: list[str]) -> Any:
-    """What PEFT is told. Raises ValueError: it is not installed."""
+    """The configuration for PEFT. Raises ValueError: it is not installed."""
     try:
         import peft
     except ImportError as error:

@@ -235,7 +235,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Without its bar per rank and its tables of weights that are elsewhere: what is wrong is told as an error."""
+    """Hide transformers' progress bar per rank and its tables of the weights of other stages: we raise errors for what is wrong."""
     level, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()

@@ -201,7 +201,7 @@ def _missing(config: ModelConfig, name: str) -> list[str]:
 
 @contextmanager
 def _alone(name: str, timeout_seconds: float) -> Iterator[None]:
-    """Within it no other process of who shares the cache downloads this model. Raises ValueError: another one does, and nothing more arrives."""
+    """Within it no other process with the same cache downloads this model. Raises ValueError: another one does, and makes no progress."""
     home = _home_of(name)
     lock, size, wait = FileLock(home / ".pipetrain.lock"), -1, 0.0
     try:

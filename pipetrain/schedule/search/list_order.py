@@ -43,7 +43,7 @@ _SAME_MOMENT = 1 + 1e-12  # as in `simulate`
 
 @dataclass(frozen=True)
 class OrderProblem:
-    """What an order is sought for: one stage per rank. Stages below `first_backward` have no backward."""
+    """The problem that a search solves: an order with one stage per rank. Stages below `first_backward` have no backward."""
 
     costs: Costs
     num_microbatches: int

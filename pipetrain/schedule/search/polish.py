@@ -1,12 +1,12 @@
 """Better orders by constraint programming (CP-SAT of ortools, where it is installed), and a proof of how good they are.
 
-What is open is a start for each op and, for each set, whether it is kept. A stage runs one op at a time; each microbatch passes
-every stage after the one in front; a set holds one of its stage's places from F, where it is kept, or else from R. The
-model knows more than follows from that at once: the work of a stage and the time that its sets take in places lie between
-what a microbatch needs to get there and back (`bound.py` has the proofs), as sums over the sets that are kept.
+The variables are the start of each op and, for each set, whether it is kept. A stage runs one op at a time; each microbatch passes
+the stages in order; a kept set holds one of its stage's activation slots from F on, another set from R on. Redundant constraints help
+the solver: the work of a stage, and the time that its sets hold slots, must fit between the first microbatch's arrival at the stage
+and the last one's way back to stage 0 (proofs in `bound.py`). They are sums over the kept sets.
 
-Times are whole numbers in it. Costs that are multiples of a unit stay exact; others are rounded down, by less than a 200,000th of
-the step, so that what is proven here holds for them, too.
+Times are integers. Costs that are multiples of a unit stay exact; others are rounded down, by less than a 200,000th of the step,
+so a proof for the rounded costs holds for the real ones, too.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     rule, families ──► best ──► search from there (`climb`, with ortools then `polish.py`) ──► FoundSchedule
                                       └ its orders are simulated as all are: what counts is the step that runs
 
-What was found for a problem is kept in the user's cache folder, so the same search is not made twice; a longer one goes on from it.
+The user's cache folder keeps the result for each problem: the same search is not repeated, and a longer one starts from the result.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SAME = 1 + 1e-9  # steps this close are equal
 
 @dataclass(frozen=True)
 class CachedOrder:
-    """An order, seconds below which no order is, and how long it was sought."""
+    """An order, a lower bound on the step of any order, and the seconds of the search."""
 
     order: ComputeLanes
     least_seconds: float
@@ -49,7 +49,7 @@ class CachedOrder:
 
 @dataclass(frozen=True)
 class FoundSchedule:
-    """A schedule whose step takes `seconds` on the costs it was sought for; no order takes less than `least_seconds`."""
+    """A schedule whose step takes `seconds` on the costs of the search; no order takes less than `least_seconds`."""
 
     schedule: Schedule
     seconds: float
@@ -69,8 +69,8 @@ def best_schedule(
 ) -> FoundSchedule:
     """The best schedule for `spec`, of the family `auto`, that is found with `effort`; it passes `check`.
 
-    `cache` is a folder for what was found; None: nothing is kept. `say` is told where it takes time. An effort of 0 seconds is the
-    rule and the named families alone.
+    `cache` is the folder for results; None: they are not stored. `say` gets a line if the search takes time. With an effort of
+    0 seconds only the rule and the named families are tried.
 
     Raises:
         ValueError: as `make`.
