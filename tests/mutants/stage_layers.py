@@ -6,7 +6,7 @@ MUTANTS = (
     Mutant(
         "a layer that changes its attributes runs again",
         "pipetrain/stage/inspection.py",
-        "        if (name := first_change(before, own_traces(self._twin))) is not None:\n",
+        "        if (name := first_change(before, own_traces(self._twin) | self._late_buffers())) is not None:\n",
         "        if False:\n",
         ("tests/runtime/test_kept_layers.py", "-k", "not_run_again"),
     ),
