@@ -74,7 +74,7 @@ class ChatTemplate:
             # some tokenizers leave white space out of a token's characters: a token without any belongs to what it ends
             counted |= np.where(begin == end, (first < end) & (end <= last), (begin < last) & (end > first))
             if not self.has_marks and ((begin < first) & (end > first)).any():
-                raise self._refusal("a prompt has other tokens by itself than at the start of its chat")
+                raise self._refusal("a token reaches from a prompt into its answer")
         return counted
 
     def _by_turns(self, row: Row) -> tuple[str, list[Span]]:

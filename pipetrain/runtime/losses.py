@@ -236,7 +236,7 @@ class LossCheck:
                 f"loss_fn gives {together:.6g} for rows together, and {taken:.6g} as the {self.reduction} over microbatches that is trained on, so "
                 "loss and gradients depend on num_microbatches. Usual causes: class weights (cross_entropy with weight=), padding that "
                 "the mean does not count (ignore_index=), losses over pairs of the batch (contrastive ones). For the first two give "
-                "count_fn=, what of a target counts: the sum of its weights, or its number of tokens without padding. The third sees only the pairs "
+                "count_fn=, what of a target counts: the sum of its weights, or the number of its entries that are not padding. The third sees only the pairs "
                 "within a microbatch",
                 stacklevel=2,
             )

@@ -263,7 +263,7 @@ class Steps:
             self.engine.check_replicas()
         except PipelineError as error:
             raise PipelineError(
-                f"{error} (seen after step {step}, before the next snapshot; resume=auto resumes from the newest snapshot, in which they "
+                f"{error} (seen after step {step}, and in no snapshot; resume=auto resumes from the newest snapshot, in which they "
                 "were the same)"
             ) from error
 

@@ -86,7 +86,7 @@ def test_a_token_of_prompt_and_answer_is_refused(tmp_path: pathlib.Path) -> None
     tokenizer = tokenizer_of(tmp_path, template)
     fox = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "fox"}]
     assert "Ġfox" in tokenizer._loaded.get_vocab()
-    with pytest.raises(ValueError, match="a prompt has other tokens by itself than at the start of its chat"):
+    with pytest.raises(ValueError, match="a token reaches from a prompt into its answer"):
         tokenizer.encode_documents([chat(fox)])
 
 
