@@ -1,7 +1,7 @@
 """Placement: which rank holds which stage, as a name or as a list with the rank of each stage.
 
     loop   0 1 2 0 1 2    a microbatch goes round the ranks (Narayanan et al. 2021, section 2.2)
-    v      0 1 2 2 1 0    to the last rank and back, so that rank 0 holds the first stage and the last (Qi et al. 2024, ZB-V);
+    v      0 1 2 2 1 0    to the last rank and back, so that rank 0 holds the first stage and the last (Qi et al. 2023, ZB-V);
                           more stages per rank repeat this
     list   [2, 0, 1]      whatever suits the machines
 
