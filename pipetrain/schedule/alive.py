@@ -108,7 +108,7 @@ def peak_stash(schedule: Schedule) -> tuple[int, ...]:
 
 
 def idle_places(schedule: Schedule) -> str | None:
-    """A sentence for the user where a stage (with one number for all: each stage) has more places than sets to hold."""
+    """A sentence for the user where a stage (with one number for all: each stage) has more activation slots than sets to hold."""
     policy, held = schedule.policy, peak_stash(schedule)
     if policy.mode is Mode.NEVER or policy.sets is None or max(held, default=0) == 0:
         return None

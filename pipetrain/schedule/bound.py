@@ -123,8 +123,8 @@ class _Links:
 
     `turn[s]` is B or I: the time from the gradient of a stage's output to that of its input. `after[s]` is the rest of that backward.
     Both are the least of all ways. `backward[s]` sums up all microbatches; `late[s]` is the part that may follow the last turn.
-    `reduces[s]` has a pair (share, seconds) per REDUCE_GRAD: it follows this share of R and backward, and the stage's last one ends
-    these seconds after its start. `reduce[s]` is the time of the last one alone.
+    `reduces[s]` has a pair (share, seconds) per REDUCE_GRAD. It follows this share of the stage's R and backward; from its start to the
+    end of the stage's last one are these seconds. `reduce[s]` is the time of the last one alone.
     """
 
     def __init__(

@@ -4,8 +4,8 @@
     in halves, three slots      F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     in halves, one slot         F0 F1 R0 I0 W0 F2 R1 I1 W1 F3 R2 I2 W2 R3 I3 W3
 
-A set lives to the end of its W. So the pass first puts each W right behind its I: there sets live shortest. With this order the sets to
-keep are chosen. Then the pass moves each W later, into a wait of its stage, or to the position that its family gives it. It never moves a
+A set lives to the end of its W. So the pass first puts each W right behind its I: there sets live shortest. This order decides which sets
+are kept. Then the pass moves each W later, into a wait of its stage, or to the position that its family gives it. It never moves a
 W behind an op that needs the activation slot of W's set.
 """
 

@@ -99,11 +99,11 @@ class RecomputePolicy:
     `selective`: which outputs stay from F to B although R runs, which then does not compute them; entries as `Outputs.parse` reads them.
 
     `keep_layers`: layers that are not recomputed, by number (3, "2-5") or by the name of their class: their saved tensors stay from F to B.
-    A layer is kept likewise if it is found to depend on more than its input, its parameters, its buffers and its seed.
+    A layer is kept likewise if it is found not to be a function of its input, its parameters, its buffers and its seed.
 
     With `segments` a stage is recomputed in that many parts, from the last to the first, and only the inputs of the parts stay
     between F and B: a number, `sqrt` (of the stage's layers) or `layers` (each by itself). A slot then holds one part of a set:
-    `sets` may be a multiple of 1 / segments, a kept set takes one slot per part, and with less than one set the last stage
+    `sets` may be a multiple of 1 / segments; a kept set takes one slot per part. With less than one set the last stage
     recomputes as well. `sets=None` is one slot. `parts` are the layers in each part of each stage; `shares` are the parts'
     fractions of their stage's work, where that is known (`of_layers`). With `mode=never` only replicas use parts: they start to
     add up the gradients of a part when it has all of them.

@@ -110,7 +110,7 @@ class _Pool:
         self._place = {op: number for number, op in enumerate(compute) if op.stage == stage}
         self._recomputed_ends: list[int] = []  # of those asked for so far, ascending
         self._ends: list[int] = []
-        self._kept: list[int] = []  # the places of kept sets that are alive at each of the ends
+        self._kept: list[int] = []  # the slots of kept sets that are alive at each of the ends
         kept, per_set = 0, schedule.policy.num_parts(stage)
         for op, number in self._place.items():
             is_kept = (stage, op.microbatch) in schedule.kept
