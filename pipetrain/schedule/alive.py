@@ -3,7 +3,7 @@
 The bounds also hold if a host launches a device's ops far ahead: it allocates and frees memory in the order of its launches. That order
 obeys all waits and queues, so it is one of the timings: the one in which each op takes no time.
 
-Results that wait for their SEND are neither: `launches.py` bounds them, but not in GPipe with a last stage that alternates.
+A result that waits for its SEND is no set and no stash; `launches.py` bounds it, except in GPipe whose last stage alternates F and B.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def ends_stash(op: Op) -> bool:
 
 
 def places_taken(schedule: Schedule, op: Op) -> int:
-    """How many places `op` takes at its start: one for a part, for a set as many as its stage has parts."""
+    """How many activation slots `op` takes at its start: one for a part, for a set as many as its stage has parts."""
     return _places(schedule, op) if brings_set(schedule, op) else 0
 
 
 def places_freed(schedule: Schedule, op: Op) -> int:
-    """How many places `op` frees at its end."""
+    """How many activation slots `op` frees at its end."""
     return _places(schedule, op) if op.kind in ENDS_SET else 0
 
 
@@ -46,14 +46,14 @@ def _places(schedule: Schedule, op: Op) -> int:
 
 
 def as_sets(schedule: Schedule, stage: int, places: int) -> float:
-    """What so many places of `stage` are in sets; a whole number of them as one."""
+    """Converts a number of activation slots of `stage` into sets; a whole number of sets is an int."""
     sets, rest = divmod(places, schedule.policy.num_parts(stage))
     return sets if not rest else places / schedule.policy.num_parts(stage)
 
 
 @dataclass(frozen=True)
 class SetPeak:
-    """The most sets of one stage alive at once, the places that they take, and the op with which they do."""
+    """The largest number of sets of one stage that are alive at once, and their activation slots (`places`). `op` opens the last of them."""
 
     sets: float
     places: int
@@ -108,7 +108,7 @@ def peak_stash(schedule: Schedule) -> tuple[int, ...]:
 
 
 def idle_places(schedule: Schedule) -> str | None:
-    """A sentence for the user where a stage (with one number for all: each stage) has more places than sets to hold."""
+    """A sentence for the user where a stage (with one number for all: each stage) has more activation slots than sets to hold."""
     policy, held = schedule.policy, peak_stash(schedule)
     if policy.mode is Mode.NEVER or policy.sets is None or max(held, default=0) == 0:
         return None

@@ -33,7 +33,7 @@ def bound(
     all that it does not keep. `split_backward`: every backward is an I and a W, not a B.
 
     The proof is that of `bound_of`, where n_kept(s) is known. Here a stage may keep any number of sets, or none, as `policy`
-    says: what it keeps takes place-time, what it does not takes R. T is the least in which a number has room for both.
+    says: a kept set takes slot-time, a recomputed one takes R. T is the least in which a number has room for both.
     """
     wanted = RecomputePolicy.of(policy)
     wanted.check_stages(costs.num_stages)
@@ -58,16 +58,16 @@ def bound_of(schedule: Schedule, costs: Costs) -> float:
     For equal stages this is max((m+p-1)(f+b) + 2(p-1)c, max_s[(m+s)(f+b) + 2sc + n_rec(s) r]).
 
     Where backward is split, I takes the place of B in every tail, and the last microbatch back runs its W at its end. All
-    F, R and I of a rank come before its last I, and of its W all but those whose sets are alive then: with K places at
+    F, R and I of a rank come before its last I, and of its W all but those whose sets are alive then: with K slots at
     most K of a stage. So T >= head + work - K w + tail. A W has nothing to wait for behind it: T >= head + work. And a
     microbatch runs its W on each stage, so T >= its way back to stage s, and w. Of several ways that the microbatches of a
     stage take back, each of these counts the shortest.
     For equal stages with K = m this is max((m+p-1)(f+i) + w + 2(p-1)c, max_s[s(f+c) + m(f+i+w) + n_rec(s) r]), and more.
 
-    Place-time. A kept set takes a place of its stage from the start of F to the end of the backward: L = f + the round trip
+    Slot-time. A kept set takes an activation slot of its stage from the start of F to the end of the backward: L = f + the round trip
     through the stages after + b seconds, at least. A recomputed one takes it from the start of R, which the rank runs before the
-    backward: r + b seconds, at least. All of this lies between head and tail, in K places:
-    n_kept L + n_rec (r + b) <= K (T - head - tail). With k parts a place is for one of them: a kept set takes k, and each part
+    backward: r + b seconds, at least. All of this lies between head and tail, in K slots:
+    n_kept L + n_rec (r + b) <= K (T - head - tail). With k parts a slot is for one of them: a kept set takes k, and each part
     of a recomputed one its part of r + b, so that the first term is k n_kept L. Where backward is split, the part of it up to the end of I does, and with
     the W it does for a tail of 0.
 
@@ -119,11 +119,12 @@ def _reduces_by_stage(
 
 
 class _Links:
-    """Path times of one microbatch, and the work of each stage: 0 where there is no message or no backward.
+    """Path times of one microbatch and the work of each stage, in seconds: 0 where there is no message or no backward.
 
-    `reduces` are, of each stage that has some, what its REDUCE_GRAD take: pairs of the share of R and backward that each comes behind, and
-    the seconds from its start to the end of the last; `reduce` those of the last alone. `turn` is from the arrival of a gradient to that of the stage's own input, `after` what then is left of the backward;
-    both of the shortest way. `backward` is what all microbatches take, `late` how much of it may follow the last turn.
+    `turn[s]` is B or I: the time from the gradient of a stage's output to that of its input. `after[s]` is the rest of that backward.
+    Both are the least of all ways. `backward[s]` sums up all microbatches; `late[s]` is the part that may follow the last turn.
+    `reduces[s]` has a pair (share, seconds) per REDUCE_GRAD. It follows this share of the stage's R and backward; from its start to the
+    end of the stage's last one are these seconds. `reduce[s]` is the time of the last one alone.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class _Links:
         return sum(self.turn[:stage]) + sum(self.hop_backward[:stage]) + self.end()
 
     def in_places(self, stage: int, kept: int, recomputed: int) -> float:
-        """The least step in which so many kept and recomputed sets of `stage` find places, one after the other."""
+        """The least step in which so many kept and recomputed sets of `stage` find slots, one after the other."""
         places = self.places[stage]
         if places is None:
             return 0.0
@@ -198,9 +199,9 @@ class _Links:
 
 
 def _least_time(links: _Links, microbatches: int, numbers_kept: Sequence[Sequence[int]]) -> float:
-    """The least T for which each stage can keep a number of sets that leaves time for all the work and places for all sets."""
+    """The least T for which each stage can keep a number of sets that leaves time for all the work and slots for all sets."""
     stages = range(links.first_backward, len(links.stage_ranks))
-    # Per stage what each number takes in places, and the number. A longer step has room for more kept sets, hence less work.
+    # Per stage the slot-time of each number, and the number. A longer step has room for more kept sets, hence less work.
     in_places = {
         stage: [(links.in_places(stage, kept, microbatches - kept), kept) for kept in numbers_kept[stage]]
         for stage in stages

@@ -22,10 +22,10 @@ class Costs:
 
     `kept_bytes` are outputs that stay from F to B beside the input, although R runs (`recompute.selective`); part of `set_bytes`.
 
-    `input_share` is what such an input is of a set, and `kept_share` what is kept, where only that is known.
+    If bytes are unknown, `input_share` is the stashed input as a fraction of a set, and `kept_share` that of the kept outputs.
 
-    `reduce` is what a stage takes to add up all its gradients over the replicas, one entry per stage; empty: no time. Of a part of the
-    stage it takes what the part has of the layers. `reduce_shared` is what it takes to add up a bucket with another stage; empty: as `reduce`.
+    `reduce` is the time in which a stage adds up all its gradients over the replicas, one entry per stage; empty: 0 s. A part takes its
+    share of it (`share_of`). `reduce_shared` is the time to add up a bucket with another stage; empty: as `reduce`.
 
     `input_gradient` and `weight_gradient` are I and W, into which a schedule may split B; empty: half of B each.
 

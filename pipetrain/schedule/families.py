@@ -20,8 +20,8 @@ class Shape:
     """The input of a generator: stage s lives on rank `stage_ranks[s]`.
 
     `alternate_last`: the last stage, whose gradient needs no message, runs F0 B0 F1 B1 ... `warmup`: forwards in
-    flight, ignored by other families than 1f1b. Stages below `first_backward` need no B; a generator may ignore it. `num_parts`:
-    segments of each stage; a file may name them, for a generator a B is whole.
+    flight, ignored by other families than 1f1b. Stages below `first_backward` need no B; a generator may ignore it. `num_parts` is the
+    number of segments of each stage (empty: 1). A CSV file may order segments; a generator orders whole B.
     """
 
     stage_ranks: tuple[int, ...]

@@ -20,7 +20,7 @@ from pipetrain.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class OpGraph:
-    """`after[n]` are the ops that wait for op n; `num_before[n]` counts those that n waits for, missing ones included.
+    """`after[n]` are the ops that wait for op n. `num_before[n]` counts the ops that n waits for, also those that the schedule lacks.
 
     `partner[n]` is the other end of a transfer, -1 where there is none; `transfers[n]` says whether op n is one. `lanes[rank][lane]` are op numbers in order.
     """

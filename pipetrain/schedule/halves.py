@@ -1,12 +1,12 @@
 """The pass of `pipeline.split_backward`: each B becomes I, and a W that runs where its stage would otherwise wait.
 
     1F1B, rank 1 of 3           F0 F1 .  B0=== F2 B1=== F3 B2=== .  B3===
-    in halves, three places     F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
-    in halves, one place        F0 F1 R0 I0 W0 F2 R1 I1 W1 F3 R2 I2 W2 R3 I3 W3
+    in halves, three slots      F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+    in halves, one slot         F0 F1 R0 I0 W0 F2 R1 I1 W1 F3 R2 I2 W2 R3 I3 W3
 
-A set is held to the end of its W. So the pass first puts each W right behind its I, where sets live shortest, and chooses the sets to
-keep. Then it moves each W later, to where its stage would wait, or to the position that the family has for it; but never behind an op
-that needs the activation slot of W's set.
+A set lives to the end of its W. So the pass first puts each W right behind its I: there sets live shortest. This order decides which sets
+are kept. Then the pass moves each W later, into a wait of its stage, or to the position that its family gives it. It never moves a
+W behind an op that needs the activation slot of W's set.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _where_ranks_wait(closed: Schedule, costs: Costs, most: int) -> Schedule:
 
 
 def _as_given(closed: Schedule, given: Schedule) -> Schedule:
-    """`closed` with each W where `given` has it, or earlier, where another op needs the place that it holds."""
+    """`closed` with each W where `given` has it, or earlier, where another op needs the activation slot that it holds."""
     number = {op: place for rank in range(given.num_ranks) for place, op in enumerate(_compute(given, rank))}
     # An R, which the generator did not know of, stands with the I that reads its set.
     return _put_off(closed, _needs(closed, None), lambda op: number[op] if op in number else number[_turn_of(op)])
@@ -107,9 +107,9 @@ def _merged(compute: Sequence[Op], needs: Mapping[Op, Sequence[Op]], position: P
 
 
 def _needs(closed: Schedule, most: int | None) -> dict[Op, list[Op]]:
-    """For each op that needs a place the W that must come before it: with K places the n-th set waits for W n - K.
+    """For each op that needs an activation slot the W that must come before it: with K slots the n-th set waits for W n - K.
 
-    The same holds of the stash, and of `most` sets where there are places without bound.
+    The same holds of the stash, and of `most` sets where there are slots without bound.
     """
     needs: defaultdict[Op, list[Op]] = defaultdict(list)
     overlaps, never = closed.policy.mode is Mode.OVERLAP, closed.policy.mode is Mode.NEVER

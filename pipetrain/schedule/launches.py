@@ -1,9 +1,9 @@
 """The pass for devices: in which order each host launches its ops, and what transfers and their tensors wait for there.
 
 A device has streams: its host launches an op and goes on, perhaps by a whole step, while the device still waits for the
-first message. What a host has launched it cannot take back, and whatever makes what comes later wait for what came
-earlier may hang all ranks: a host that waits for its whole device (the allocator does, and the loading of a kernel),
-streams that share a queue of the hardware, a device that runs one transfer at a time. So ranks launch in one order:
+first message. A host cannot take back a launch. A later op may have to wait for all earlier ones: a host waits for its
+whole device (the allocator does, and the loading of a kernel), streams share a queue of the hardware, or a device runs
+one transfer at a time. Any such wait may hang all ranks. So ranks launch in one order:
 
     all      0F0 0SEND_F0=1RECV_F0 0F1 1F0 0SEND_F1=1RECV_F1 1B0 1SEND_B0=0RECV_B0 1F1 ...
     rank 0   0F0 0SEND_F0          0F1     0SEND_F1              0RECV_B0              ...
@@ -11,18 +11,17 @@ streams that share a queue of the hardware, a device that runs one transfer at a
 
     [1] an op stands behind all that it waits for, and the two ends of a transfer stand at one place. Then nothing waits for
         what its own rank launches later, even if each op waits for all that its rank has launched before.
-    [2] R stands right behind the last op that it waits for. So the memory that the host has got back by then comes from
-        backwards for which the stream of R waits, and may be written at once, whatever the device still has to do.
-    [3] F waits for the third last SEND that has left by then           0F3 <- 0SEND_F0      (bounds what is not sent)
-        if hops take no time, B likewise
-    [4] a receive waits for the last op of its rank without which       0RECV_B0 <- 0F0      (it would only stand there)
-        its message cannot come
+    [2] R stands right behind the last op that it waits for. By then the host has got back memory only from backwards for
+        which the stream of R waits. So R may write into it at once, whatever the device still has to do.
+    [3] F waits for the third last SEND_F of its stage in front of it   0F3 <- 0SEND_F0      (bounds unsent results)
+        in the launch order, B for such a SEND_B
+    [4] a receive waits for the last compute op of its own rank that    0RECV_B0 <- 0F0      (earlier it can only wait)
+        its message depends on
 
-The order costs nothing where the host is ahead, for when an op runs its waits say; and [4] waits for nothing that ends later
-than the message comes. A result that is late because its receiver is slow, as where the last stage alternates in GPipe, is not
-waited for: the F behind it would wait for the receiver's B. Memory is bounded however far the host is ahead: what it holds
-is decided by what it launches and lets go, one after the other, and the launch order is one of the timings for which `alive.py`
-counts.
+The order costs no time while the host is ahead: the waits decide when an op runs. [4] costs none either: its op ends before the
+message can come. [3] does not wait for a receiver that is slow, as in GPipe with a last stage that alternates F and B. There the
+next F would have to wait for the receiver's B. Memory is bounded however far the host is ahead: the host allocates and frees in its
+launch order, which is one of the timings that `alive.py` covers.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def _in_order(spec: ScheduleSpec) -> Schedule:
         return held_to(spec, spec.order)
     costs = spec.costs or Costs.spread(spec.num_stages)
     order = lanes_of_ranks(spec, list_order(problem_of(spec, costs)))
-    # R may also start as soon as a place is free, where that is no slower: on a device nothing takes exactly its cost.
+    # R may also start as soon as a slot is free, where that is no slower: on a device nothing takes exactly its cost.
     return _fastest([_as_ordered(spec, order), held_to(spec, order)], costs)
 
 

@@ -28,9 +28,9 @@ _SPELLING = re.compile(
 class Op:
     """`kind` done by `stage` for `microbatch` (None for STEP and REDUCE_GRAD, which belong to no microbatch).
 
-    `part` is a segment of the stage, from 0 (R, B), or a bucket (REDUCE_GRAD); None: all of it. `peer` is the other stage of a transfer,
-    where it is not the neighbour; of a REDUCE_GRAD the one that has a copy of the same parameters; None: the copies are those of the
-    other replicas.
+    `part` is a segment of the stage, from 0 (R, B), or a bucket (REDUCE_GRAD); None: all of it. `peer` of a message is the other stage;
+    None: the neighbour. `peer` of a REDUCE_GRAD is the stage that has a copy of the same parameters; None: the other replicas have
+    the copies.
     """
 
     stage: int

@@ -1,6 +1,6 @@
-"""Places beyond the first: which sets to keep in them, by a few patterns compared in simulation, and R into earlier gaps.
+"""Chooses sets to keep in activation slots beyond the first: it simulates a few patterns. Moves R into earlier gaps.
 
-GPipe, 2 places                  1F1B with 3 in flight, 2 places, one of them left to R
+GPipe, 2 slots                   1F1B with 3 in flight, 2 slots, one of them left to R
 F0 F1 F2 F3 B0 B1 B2 B3          F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 ...
 |___________|                    |________|  |____________|
    |___________|  then R2, R3          R1 here, then R2
@@ -25,7 +25,7 @@ from pipetrain.schedule.waits import add_waits
 
 
 def kept_patterns(draft: Schedule) -> Iterator[Sets]:
-    """The sets to keep by each pattern for which there are places; none first, and none alone where there is nothing to choose."""
+    """The sets to keep by each pattern for which there are slots; none first, and none alone where there is nothing to choose."""
     yield frozenset()
     microbatches, policy = draft.num_microbatches, draft.policy
     stages = range(draft.first_backward, draft.num_stages)
@@ -41,16 +41,16 @@ def kept_patterns(draft: Schedule) -> Iterator[Sets]:
         yield fill_places(draft, for_recompute, range(microbatches), from_the_end=True)
 
 
-_MOST_FOR_RECOMPUTE = 1  # places that a pattern leaves to R alone: more of them bring R hardly earlier
+_MOST_FOR_RECOMPUTE = 1  # slots that a pattern leaves to R alone: more of them bring R hardly earlier
 
 
 def fill_places(
     draft: Schedule, for_recompute: int, wanted: Container[int], *, from_the_end: bool = False
 ) -> frozenset[tuple[int, int]]:
-    """Keeps each wanted set for which its stage has a place, in the order of F or, from the end, against it.
+    """Keeps each wanted set for which its stage has an activation slot, in the order of F or, from the end, against it.
 
-    Each stage leaves `for_recompute` of its places, each for a set or a part of one, to R at any time. All of them may be filled (0) where each set that is not kept
-    still finds one just before it is read.
+    Each stage leaves `for_recompute` of its slots to R at any time; a slot holds a set or a part of one. With 0 kept sets may fill all
+    slots, if each set that is not kept still finds one just before it is read.
     """
     kept: set[tuple[int, int]] = set()
     at_once = kept_at_once(draft)
@@ -64,10 +64,10 @@ def fill_places(
 
 
 class _Places:
-    """How many places of one stage are taken while each of its ops runs, in the order of its compute lane.
+    """How many activation slots of one stage are taken while each of its ops runs, in the order of its compute lane.
 
-    A set that is not kept needs a place, for one part after the other, from the op that reads it first to that which ends it at
-    least; a kept one needs as many as it has parts, from its F. An R waits until a place is free, so that these needs are all there are.
+    A recomputed set needs at least one slot, for one part after the other, from its first reader to its last op. A kept set needs a slot
+    per part, from its F. An R can wait for a slot until just before the first reader, so no other need counts.
     """
 
     def __init__(self, draft: Schedule, stage: int, for_recompute: int) -> None:
@@ -93,7 +93,7 @@ class _Places:
         self.microbatches = list(self._lives)
 
     def keep(self, microbatch: int) -> bool:
-        """Keep a set if that leaves enough places for the others. Returns whether it is kept."""
+        """Keep a set if that leaves enough slots for the others. Returns whether it is kept."""
         start, read, end = self._lives[microbatch]
         before, then = self._per_set, self._per_set - 1  # more than an R that is as late as can be
         if max(self._needed[start:read], default=0) + before > self._size:
@@ -112,16 +112,16 @@ class _Places:
 
 
 def has_gaps_for_r(schedule: Schedule) -> bool:
-    """Whether this pass has anything to do: with one place no R can come before the B in front of it has ended."""
+    """Whether this pass has anything to do: with one slot no R can come before the B in front of it has ended."""
     places = (schedule.policy.places_of(stage) or 0 for stage in range(schedule.num_stages))
     return schedule.policy.mode is Mode.EARLY and max(places) > 1
 
 
 def into_gaps(schedule: Schedule, costs: Costs) -> Schedule:
-    """`schedule` with each R where it would start in a lane of its own: where its rank waits and a place is free.
+    """`schedule` with each R where it would start in a lane of its own: where its rank waits and a slot is free.
 
-        one place     F0 F1 F2 R0 .  .  B0 R1 B1 R2 B2
-        two places    F0 F1 F2 R0 R1 .  B0 B1 R2 B2
+        one slot      F0 F1 F2 R0 .  .  B0 R1 B1 R2 B2
+        two slots     F0 F1 F2 R0 R1 .  B0 B1 R2 B2
 
     A simulated step with `recompute.mode=overlap` finds these positions. Messages and waits are those of `schedule`.
     """

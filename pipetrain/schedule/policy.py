@@ -28,10 +28,10 @@ class Mode(enum.StrEnum):
 
 
 class Keep(enum.StrEnum):
-    """Whether named families use places for sets that stay from F to B."""
+    """Whether named families use activation slots for sets that stay from F to B."""
 
     NONE = "none"  # but for those whose B comes right after their F
-    AUTO = "auto"  # where that is faster and a place is free
+    AUTO = "auto"  # where that is faster and a slot is free
 
 
 class LastStage(enum.StrEnum):
@@ -51,8 +51,8 @@ _OUTPUTS = re.compile(rf"{_LAYERS}(?::(?P<there>{_OP}))?|(?P<op>{_OP})")
 
 @dataclass(frozen=True)
 class Outputs:
-    """Outputs that stay from F to B: of the operations named `op` (`matmul`, `attention`, or as torch names one; None: both words), in
-    the model's layers from `first` to `last` (None: in all), there in the submodule `path` ("": anywhere)."""
+    """Outputs that stay from F to B. `op` names the operation: `matmul`, `attention`, or a name of torch (None: `matmul` and `attention`).
+    Only the model's layers `first` to `last` count (None: all), and in them the submodule `path` ("": all of the layer)."""
 
     op: str | None = None
     first: int | None = None
@@ -90,23 +90,23 @@ FIRST, EVERY, OFF = "first", "every", "off"  # values of recompute.verify; a num
 class RecomputePolicy:
     """What is recomputed, and how much a stage may hold at once.
 
-    `sets` places per stage, a number or one per stage, are one pool: a set takes one from its F, where it is kept, or
-    else from its R, to the end of its backward; an R that finds none waits. `keep` says whether named families keep sets in
-    places that are free; None: `none` with one place per stage, so that `inline` is what others do, `auto` with more.
+    `sets` is the number of activation slots of a stage: one number, or a list with one per stage. A kept set takes a slot from
+    its F to the end of its backward, a recomputed one from its R. An R waits until a slot is free. `keep` says whether named families
+    keep sets in free slots. None: `none` with one slot per stage, so that `inline` does what other libraries do; `auto` with more.
     `stash` is the most microbatches that a stage may hold between F and the end of their backward, kept ones
     included; None: any number.
 
     `selective`: which outputs stay from F to B although R runs, which then does not compute them; entries as `Outputs.parse` reads them.
 
     `keep_layers`: layers that are not recomputed, by number (3, "2-5") or by the name of their class: their saved tensors stay from F to B.
-    So is a layer that is found to be no function of its input, its parameters, its buffers and its seed.
+    A layer is kept likewise if it is found not to be a function of its input, its parameters, its buffers and its seed.
 
     With `segments` a stage is recomputed in that many parts, from the last to the first, and only the inputs of the parts stay
-    between F and B: a number, `sqrt` (of the stage's layers) or `layers` (each by itself). A place is then one of a part:
-    `sets` may be a multiple of 1 / segments, a kept set takes as many places as there are parts, and with less than one set
-    the last stage recomputes as well. `sets=None` is one place. `parts` are the layers in each part of each stage, and `shares`
-    what each is of its stage's work, where that is known (`of_layers`). With `mode=never` parts are of use to replicas alone: what
-    they add up of a stage's gradients starts with the first part that has all of them.
+    between F and B: a number, `sqrt` (of the stage's layers) or `layers` (each by itself). A slot then holds one part of a set:
+    `sets` may be a multiple of 1 / segments; a kept set takes one slot per part. With less than one set the last stage
+    recomputes as well. `sets=None` is one slot. `parts` are the layers in each part of each stage; `shares` are the parts'
+    fractions of their stage's work, where that is known (`of_layers`). With `mode=never` only replicas use parts: they start to
+    add up the gradients of a part when it has all of them.
 
     `verify`: on which microbatches R is compared with F: `first` (of each kind of step), `every`, `off`, or a number N (one
     microbatch every N steps, in turn). It changes no op, so two policies that differ in it alone are equal.
@@ -159,7 +159,7 @@ class RecomputePolicy:
 
     @property
     def keeps(self) -> bool:
-        """Whether named families keep sets where a place is free."""
+        """Whether named families keep sets where a slot is free."""
         return self.most_sets > 1 if self.keep is None else self.keep is Keep.AUTO
 
     @property
@@ -240,7 +240,7 @@ class RecomputePolicy:
         return self.parts[stage][part] / sum(self.parts[stage]) if self.parts else 1 / self.num_parts(stage)
 
     def places_of(self, stage: int) -> int | None:
-        """Places of `stage`, each for a set or, with segments, for a part of one; None: any number."""
+        """Activation slots of `stage`, each for a set or, with segments, for a part of one; None: any number."""
         if self.mode is Mode.NEVER:
             return None
         if self.sets is None:

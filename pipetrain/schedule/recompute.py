@@ -131,9 +131,9 @@ def hold_back(schedule: Schedule, ordered: Sequence[Sequence[Op]]) -> Schedule:
 
         order of a rank           F0 F1 F2 R1 B0 F3 R2 B1 ...
         compute                   F0 F1 F2 B0 F3 B1 ...
-        recompute                 R1 R2 ...                     R2 waits for F3, also where a place is free before
+        recompute                 R1 R2 ...                     R2 waits for F3, also where a slot is free before
 
-    Its own waits let an R start as soon as there is a place. Where the rank then waits for a message that comes before the R ends,
+    Its own waits let an R start as soon as a slot is free. Where the rank then waits for a message that comes before the R ends,
     the next op starts late. Held back, no op starts later than in a run of the whole order, one op after the other.
     """
     if schedule.policy.mode is not Mode.OVERLAP:

@@ -15,13 +15,13 @@ Where two stages share a parameter, each has a copy, and the two add up what the
              reduce                             0REDUCE_GRAD.0>3
 
     [1] a REDUCE_GRAD waits for the last op that may add to one of its gradients   3REDUCE_GRAD.0>0 <- 3B7   1REDUCE_GRAD.2 <- 1B3.2
-    [2] those over the replicas go in the order in which they become ready: the lane never waits with one that could go
-    [3] those of two stages stand behind them, on all ranks in one order, the pair whose lower stage is done first in front
+    [2] the REDUCE_GRAD over the replicas stand in the order in which they become ready: none that is ready waits for one that is not
+    [3] the REDUCE_GRAD of two stages follow them, in one order on all ranks: first the pair whose lower stage is done first
 
 Nothing waits for a REDUCE_GRAD but the end of the step, so none can hold up an op. All replicas have the same lanes, so by [2] all of them
 start the same ones in the same order; by
 [3] no two ranks of a replica can stand in each other's way. Where both stages live on one rank there is one parameter, and nothing to add
-up between them. A parameter of two stages is in the bucket of the two alone, which then is one of both stages in all replicas.
+up between them. A parameter that two stages share is only in their shared bucket. All replicas then add it up over both stages.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def add_reduces(schedule: Schedule) -> Schedule:
 
 
 def in_turn(schedule: Schedule) -> list[Op]:
-    """[2]: those over the replicas, of each rank in the order in which its compute lane has them ready.
+    """[2]: the REDUCE_GRAD over the replicas, per rank in the order in which the compute lane makes them ready.
 
     Of several that one op makes ready the last part is first.
     """

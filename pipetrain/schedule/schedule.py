@@ -2,11 +2,11 @@
 
 What runs a schedule, devices or `simulate`, obeys it as follows, and `check` proves that this comes to an end:
 
-    An op starts when every op in its waits has ended and the op before it in its queue has ended. Of the messages of one
-    queue the host only has to have started the one before; they end in their order.
+    An op starts when every op in its waits has ended and the op before it in its queue has ended. For a message, the message
+    before it in its queue only has to have started; the messages of one queue end in their order.
 
-So nothing but the order of a queue and a wait makes one op come after another, and what an executor of one rank cannot
-know, such as an op of another rank, nobody may wait for.
+So only a wait or the order of a queue makes one op come after another. An op may wait only for ops that the executor of its rank
+knows, never for an op of another rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Schedule:
     backward have an R. Stages below `first_backward` have no backward, no R and no gradient messages: nothing in them or
     before them needs a gradient. It is `num_stages` for a schedule of forwards only.
 
-    `transport_ahead`: tensors of a link that the waits let come in before they are used.
+    `transport_ahead` is a number of tensors per link: the waits let so many come in before they are used.
 
     `tied` are the pairs of stages (lower, higher) that share parameters: one bucket of gradients each, numbered in this order.
 

@@ -23,8 +23,8 @@ class ScheduleSpec:
     `warmup` is for `1f1b`: forwards in flight, a number or one per stage. `costs` help to choose which sets to keep,
     where the policy keeps some (default: F 1, B 2, R 1, no hop). `first_backward` is the first stage in which something needs a
     gradient, `num_stages` for forwards only. `transport_ahead` tensors of a link are received ahead of use.
-    `split_backward` makes I and W of each B. `order` is one that was found for the family `auto` (`order_of`); None: that of
-    the rule. `tied` are the pairs of stages (lower, higher) that share parameters, as `Plan.tied_stages` gives them. `num_replicas` run it
+    `split_backward` makes I and W of each B. `order` is one that was found for the family `auto` (`order_of`); None: `list_order`
+    makes it by its rule. `tied` are the pairs of stages (lower, higher) that share parameters, as `Plan.tied_stages` gives them. `num_replicas` run it
     side by side and add up their gradients.
 
     Raises:

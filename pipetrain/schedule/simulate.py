@@ -3,12 +3,12 @@
 The model, which is also what the runtime does:
 
 - A rank runs one op that computes at a time, to its end. When it is free it takes the head of its compute lane if all that
-  this op waits for has ended, otherwise the head of its recompute lane if that one may run. (Then of what a draft has in the
-  reduce lane: `halves.py` asks so where a W would fill a wait.)
+  this op waits for has ended, otherwise the head of its recompute lane if that one may run. In the drafts of `halves.py` the
+  reduce lane holds W and comes last: so they show where a W would fill a wait.
 - A tensor travels when its send may start, its receive is posted and the tensor before it on the same link has
   arrived; send and receive end together. So do the two ends of a REDUCE_GRAD. None of them occupies the rank.
-- Of replicas there is one: all are taken to be equally far, so a REDUCE_GRAD over them starts when this one's may. Those of a rank
-  take place one after the other, as over one link.
+- One replica is simulated; the others are assumed to keep pace with it. So a REDUCE_GRAD over the replicas starts when this replica's
+  may. Those of a rank run one after the other, as over one link.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 class _Run:
-    """The state of one simulation: a heap of ends, and per rank the next op of its two lanes."""
+    """The state of one simulation: a heap of the times at which running ops end, and per rank the next op of each of `_LANES`."""
 
     def __init__(self, graph: OpGraph, costs: Costs, share_of: _ShareOf) -> None:
         self.graph = graph

@@ -2,17 +2,17 @@
 
     [1] F waits for its input, B for its gradient          1F0 <- 1RECV_F0      1B0 <- 1RECV_B0
     [2] B waits for its set                                1B1 <- 1R1
-    [3] R waits for its F and for a free place             1R2 <- 1F2, 1B1      (one place)
+    [3] R waits for its F and for a free activation slot   1R2 <- 1F2, 1B1      (one slot)
     [4] inline R waits for the gradient as well            1R2 <- 1RECV_B2
     [5] a send waits for what it sends                     1SEND_F0 <- 1F0
-    [6] a receive waits until the tensor before is used    2RECV_F2 <- 2F0      (two tensors ahead)
-        or not at all, while the stage will hold as many inputs at once anyway
+    [6] a receive waits until an earlier tensor is used    2RECV_F2 <- 2F0      (two tensors ahead)
+        the first inputs, as many as the stage stashes at once, come without this wait
     [7] gradients wait for the last activations         1RECV_B0 <- 1F6     (of 8 forwards, all before B0)
 
 With a split backward I stands for B in [1], [2], [4] and [6], and W in [3]: a set is free when its W has ended.
 
-Ops of the same lane need none: their order is the lane's. [1] between neighbours on one rank is written down all
-the same, because there the order of the lane carries data from one stage to the other.
+Ops of the same lane need no waits: their order is the lane's. The schedule still states [1] between neighbours on one
+rank, because there the order of the lane carries data from one stage to the other.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ def read_by(schedule: Schedule, recompute: Op) -> tuple[Op, ...]:
 
 
 class _Pool:
-    """The places of one stage, over its compute lane: they can only get free with the last op of a set, or of a part of one.
+    """The activation slots of one stage, over its compute lane. A slot gets free only when the last op of a set, or of a part, ends.
 
-    While such an op runs, the kept sets whose F has started and that have not ended take theirs. So may those
-    recomputed ones that have not ended and whose R stands earlier in the recompute lane: it may have run by then.
+    While such an op runs, each kept set takes its slots if its F has started and the set has not ended. A recomputed set that has
+    not ended may take a slot if its R stands earlier in the recompute lane: this R may have run by then.
     """
 
     def __init__(self, schedule: Schedule, stage: int, compute: tuple[Op, ...]) -> None:
@@ -110,7 +110,7 @@ class _Pool:
         self._place = {op: number for number, op in enumerate(compute) if op.stage == stage}
         self._recomputed_ends: list[int] = []  # of those asked for so far, ascending
         self._ends: list[int] = []
-        self._kept: list[int] = []  # the places of kept sets that are alive at each of the ends
+        self._kept: list[int] = []  # the slots of kept sets that are alive at each of the ends
         kept, per_set = 0, schedule.policy.num_parts(stage)
         for op, number in self._place.items():
             is_kept = (stage, op.microbatch) in schedule.kept
@@ -121,7 +121,7 @@ class _Pool:
                 kept -= places_freed(schedule, op) * is_kept
 
     def last_full_before(self, recompute: Op) -> Op | None:
-        """The last op before what `recompute` brings is read during which no place is free for it; None: one always is."""
+        """The last op before what `recompute` brings is read during which no slot is free for it; None: one always is."""
         way = read_by(self._schedule, recompute)
         read, end = (self._place.get(op, len(self._compute)) for op in (way[0], way[-1]))
         found = None

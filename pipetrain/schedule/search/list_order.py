@@ -3,12 +3,12 @@
 A stage that is free takes the first of these that it can:
 
     [1] the next B that has its gradient and its set
-    [2] the next R, in the order of B, that finds a place, if its gradient is here, or no F may run, or the rule prefers it
+    [2] the next R, in the order of B, that finds a slot, if its gradient is here, or no F may run, or the rule prefers it
     [3] an F whose input is here, while fewer microbatches are in flight than its limit; its set is kept where that leaves
-        each earlier one in flight a place
-    [4] where the backward is split, the next W: also before an R or an F that finds no place because of it
+        each earlier one in flight an activation slot
+    [4] where the backward is split, the next W: also before an R or an F that finds no slot because of it
 
-With 4 stages and 2 places, F 1, B 2 and R 1 long (kept: 0 and 1 on rank 0, 0 and 1 on rank 1 ...):
+With 4 stages and 2 slots, F 1, B 2 and R 1 long (kept: 0 and 1 on rank 0, 0 and 1 on rank 1 ...):
 
     rank 0  F0 F1 F2 F3 F4 F5 .  .  .  B0 -- R2 B1 -- R3 B2 ...
     rank 1     F0 F1 F2 F3 .  .  B0 -- F4 R2 B1 -- ...
@@ -103,7 +103,7 @@ class ListRule:
     """What the rule leaves open.
 
     `limits` are the microbatches that each stage may have in flight. With `next_only` no R runs before its gradient is here but the
-    one of the next B. `not_kept` are (stage, microbatch) whose set is not kept, though there may be a place, and `first` those whose F goes
+    one of the next B. `not_kept` are (stage, microbatch) whose set is not kept, though there may be a slot, and `first` those whose F goes
     before a B that could run: what comes of it on the stages behind may be worth the wait.
     """
 
@@ -195,7 +195,7 @@ class _Stage:
         self._brought = [0] * microbatches  # parts of its set that R has brought
         self._read = [0] * microbatches  # ... and that B has read
         self._later: set[int] = set()  # the kept ones behind the first without a set
-        self._alive = 0  # places that are taken
+        self._alive = 0  # slots that are taken
         self.lane: list[Op] = []
 
     def take(self, now: float) -> int | None:
@@ -275,7 +275,7 @@ class _Stage:
         return Op(self._stage, self._kinds[what], number, part)
 
     def _can_keep(self, number: int) -> bool:
-        """Whether places are free that no earlier microbatch in flight needs: the first without a set needs one before any later ends."""
+        """Whether slots are free that no earlier microbatch in flight needs: the first without a set needs one before any later ends."""
         if number in self._not_kept or self._alive + self._parts > self._places:
             return False
         return self._without_set == number or (len(self._later) + 1) * self._parts < self._places

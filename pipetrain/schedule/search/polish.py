@@ -241,7 +241,7 @@ class _Model:
                     self.model.Add(self._start[again] >= arrived).OnlyEnforceIf(self._kept[stage, i].Not())
 
     def _add_sums(self, stage: int) -> None:
-        """The step has room for all the work of a stage, and its places for all its sets, between the way there and the way back."""
+        """The step has room for all the work of a stage, and its slots for all its sets, between the way there and the way back."""
         problem, costs = self._problem, self._problem.costs
         places, microbatches = problem.places_of(stage), problem.num_microbatches
         turn, *rest = (costs.of(kind) for kind in problem.way_back)
