@@ -30,8 +30,8 @@ Part = tuple[int, int | None]  # a stage and a part of it, as a REDUCE_GRAD name
 class SharedGradients:
     """The gradients that the REDUCE_GRAD ops of one rank sum.
 
-    `copies` has, by op, the parameters that two stages share; both ranks list them in one order. `of_parts` has the parameters of each part of
-    this rank's stages, summed over replicas. A parameter in several parts is summed with the last part to be ready; one in `copies` only there.
+    `copies` has, by op, the parameters that two stages share; both ranks list them in one order. `of_parts` has, by part of a
+    stage, the parameters whose gradients replicas sum. One in several parts is summed with the part that is ready last; one in `copies`, only there.
     All replicas have the same parameters, and the same ones need a gradient. `now` returns the stages' present parameters, with names.
     `runs_ahead`: the device may read a gradient after the host needs it no more, so gradients are held until the end of the step.
     """

@@ -3,7 +3,7 @@
     the layer, then one that saves one number   seconds of F, of R through the whole layer, and of B
     the same, with outputs kept                 extra seconds of R for intercepting its operations
     the layer alone                             seconds of R up to the layer's last saved tensor; bytes of its set
-    the layer under a mode that takes the time  per operation: seconds, bytes of its outputs, and bytes not saved
+    the layer under a mode that takes the time  per operation: seconds, bytes of its outputs, how many of these are saved
 
 Layers that look the same are measured once.
 """

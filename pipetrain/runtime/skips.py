@@ -1,6 +1,6 @@
 """Tensors that a stage leaves for another in a dict, a list, a module or an object that layers of both hold: refused by name.
 
-    F1 of stage 0   leaves a new tensor there, as F0 did: it is not a constant, made once             [1]
+    F1 of stage 0   leaves a new tensor there, as F0 did: it is not a constant, made once              [1]
     F0 of stage 1   computes its output with it, or with what was computed from it                     [2]
 
 Only outputs go from stage to stage: on one rank the other stage finds what another microbatch left, and on two it finds nothing.
