@@ -74,7 +74,7 @@ class Pipeline(StageWeights):
         device: default: this rank's GPU where there are enough, else the CPU.
         seed: of dropout and, for callables, of the weights.
         count_fn: `count_fn(target)` is how much of a microbatch's target counts in the loss; default: its rows. A microbatch that counts 0 is not run.
-        loss_reduction: whether `loss_fn` is a `"mean"` over rows or a `"sum"`, whose losses are added up as they are. The first training step checks it.
+        loss_reduction: `loss_fn` is a `"mean"` over rows or a `"sum"`, whose losses and gradients are added up as they are. The first training step checks it.
         timeout_seconds: longest wait for another rank.
         on_event: is given every `OpEvent`, after its step; on a GPU when the device has come that far.
 
