@@ -32,7 +32,7 @@ _LONGEST_ERROR = 600  # so that a header stays within its fixed size
 
 @dataclass
 class Introduction:
-    """What each rank tells the others when a pipeline is made; with a `problem` the rest says nothing."""
+    """Each rank sends this to the others when a pipeline is made. If `problem` is set, the other fields have no meaning."""
 
     seed: int = 0
     model: str = ""  # its fingerprint
@@ -115,8 +115,8 @@ class Call:
     """One call of the pipeline, as this rank knows it.
 
     `described` says whether messages to and from the stage before, and the stage after, carry their form. `first_backward` is
-    the first stage in which something needs a gradient, as far as it matters to this rank: perhaps `num_stages` on one whose
-    stages all come before it. The microbatches `idle` count nothing: their ops do nothing. `weights` is what each weighs in the
+    the first stage with a parameter that needs a gradient. A rank whose stages all come before that stage may have `num_stages`
+    here, with the same effect. The microbatches `idle` count nothing: their ops do nothing. `weights` is what each weighs in the
     loss of all replicas, where targets are counted or there are several replicas; else None.
     """
 
@@ -137,8 +137,8 @@ class Calls:
     With any other placement, and if targets are counted or stages share parameters, messages go up the chain and then down to all ranks:
     only the last stage's rank knows which microbatches count nothing, and every rank needs that before it begins.
 
-    Then each rank compares with the ranks of the same stages in the other replicas: the count of a batch is summed over replicas, and
-    all replicas raise an error that one of them found in its batch.
+    Then the ranks of the same stages in all replicas exchange what they know. Microbatches are weighted by their counts in all replicas.
+    If one replica finds an error in its batch, all replicas raise it.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ Stages = dict[int, AnyStage]
 
 
 class Assembly:
-    """Makes the parts of a pipeline; programs, stages and gradient buckets once more for `Pipeline.change`.
+    """Makes the parts of a pipeline. `Pipeline.change` has it make programs, stages and gradient buckets again.
 
     Its methods raise ValueError where what the user gave does not fit.
     """

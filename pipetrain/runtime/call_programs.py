@@ -35,9 +35,9 @@ _Key = tuple[str, int, int]  # what runs, its microbatches, and the first stage 
 class Programs:
     """A program for each kind of call: which stages need gradients, how many microbatches there are.
 
-    `runs_ahead`: of a device whose host launches ops ahead, in one order with all ranks. `tied`: the pairs of stages that share
-    parameters, also where a schedule is given that was made without a word of the model. `work` has an entry per layer: what stages
-    are cut by into parts where the schedule does not say which layers make one; None: by their number.
+    `runs_ahead`: the host launches ops ahead of the device, in one order with all ranks. `tied` are the pairs of stages that share
+    parameters; a given `Schedule` gets reduces for them. `work` has the relative time of each layer. If the schedule does not say
+    which layers make a part, each part of a stage gets about equal work; with None, about equal numbers of layers.
 
     Raises ValueError: what was given makes no schedule of this plan; ScheduleError: a schedule that could hang, or does not do what its policy
     says.
@@ -160,7 +160,7 @@ _NOTHING: Places = frozenset()
 
 
 class Proving:
-    """The choice for one rank; `verify` is `recompute.verify`."""
+    """Chooses which microbatches of one rank are verified in a step; `verify` is the value of the key `recompute.verify`."""
 
     def __init__(self, stages: Mapping[int, AnyStage], verify: str | int) -> None:
         self._stages = stages

@@ -77,7 +77,7 @@ class Copies:
     """What one rank has of parameters that two stages share.
 
     `apart` are those whose other copy is on another rank: by their name in the whole model, which is that of the lower stage.
-    `second` are the ids of the parameters of this rank that are a second copy: what is counted over the model counts them elsewhere.
+    `second` has the `id` of each parameter of `apart` that is the second copy. The norm of the whole model counts the first copy only.
     """
 
     def __init__(self, ties: Sequence[Tie], layers: Layers) -> None:

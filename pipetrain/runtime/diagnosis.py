@@ -22,7 +22,7 @@ from pipetrain.stage.segments import AnyStage
 
 
 class Where(StrEnum):
-    """In which of a layer's values it appears first; in the order in which a step makes them."""
+    """The kind of value of a layer that is the first not to be finite. The kinds stand in the order of a step."""
 
     OUTPUT = "output"  # of its forward
     GRADIENT = "gradient"  # that its backward gives: of its input, or of its parameters
@@ -103,7 +103,7 @@ class Diagnosis:
 
 
 class FiniteWatch:
-    """Sees every layer of one rank while a step runs `over` it. Waits for the device at each: not for the hot path.
+    """Checks each layer's output and gradients on one rank, in a step within `over`. Each check waits for the device: not for the hot path.
 
     `replica` is the rank's; its microbatches count from `first_microbatch` among those of all.
     """

@@ -60,8 +60,9 @@ class Step:
 
 
 class _Boundary(NamedTuple):
-    """What a stage gives its neighbour: the leaves of a tree and its structure, which of them want a gradient, and which may not be
-    changed in place, and why; `is_shared`: a stage of this rank gave it, in whose memory they lie."""
+    """The leaves that a stage gives its neighbour: of its output, with the tree structure `spec`, or of the gradients of its input.
+    `wants_gradient` has the indices of leaves that need a gradient. `fixed` has, by index, why a leaf may not be changed in place.
+    If `is_shared`, a stage of this rank gave the leaves, and they lie in its memory."""
 
     leaves: Sequence[Any]
     wants_gradient: frozenset[int] = frozenset()

@@ -4,7 +4,7 @@
     rank 1        F(0)→t0 F(1)→t1     F(2)→t2     the last stage's rank chooses; its token goes up the chain of ranks, and each knows it
 
 Samples are cut into groups, which follow each other: while one's token is on its way back, the stages work on the next. A rank
-begins turn k when it knows the token of the same group's turn before, and not sooner than it must wait for others.
+begins a turn when it knows the group's previous tokens. Tokens of at most `_lag` turns, of other groups, may still be on their way.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     replica 1   .grad = what its microbatches gave    ----+-->     .grad = the sum, the same bits
 
 Parts are those of the replicas of a stage, and those of a parameter that two stages share. Each replica back-propagates with its share
-n_i / N of all that counts, so gradients are summed and not averaged. A step that adds to gradients of steps before gives only its own:
-`.grad` is put aside in between.
+n_i / N of all that counts, so gradients are summed and not averaged. If `.grad` holds gradients of earlier steps, a step puts them aside,
+sums its own over the ranks, and then adds the earlier ones.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Part = tuple[int, int | None]  # a stage and a part of it, as a REDUCE_GRAD name
 
 
 class SharedGradients:
-    """What the REDUCE_GRAD of one rank add up.
+    """The gradients that the REDUCE_GRAD ops of one rank sum.
 
-    `copies` are the parameters that stages share, by op, in the order of the other end's. `of_parts` are those of the parts of its stages,
-    where there are replicas: one that stands in several is added up where the last of these is ready, and one that a stage on another rank
-    shares with that stage alone. In all replicas they are the same, and the same of them need a gradient. `now` gives the parameters that the
-    stages have, with their names. `runs_ahead`: of a device that may still read what the host has no use for any more.
+    `copies` has, by op, the parameters that two stages share; both ranks list them in one order. `of_parts` has, by part of a
+    stage, the parameters whose gradients replicas sum. One in several parts is summed with the part that is ready last; one in `copies`, only there.
+    All replicas have the same parameters, and the same ones need a gradient. `now` returns the stages' present parameters, with names.
+    `runs_ahead`: the device may read a gradient after the host needs it no more, so gradients are held until the end of the step.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """The loss of a step: added up over microbatches and replicas; and in the first step, whether `loss_fn` is the mean or sum it is taken for.
 
-A step back-propagates the sum of `loss_fn(out_i, target_i) * share_i`. That is the loss of the batch where `loss_fn` is a mean over rows, or
-over what `count_fn` counts; of a sum it is a part, and of most other losses another number. `LossCheck` keeps outputs of the first step,
-without their graphs, and evaluates `loss_fn` on all of them together. A single output (each replica has one microbatch, or an output is
-large) is cut in two.
+A step back-propagates the sum of `loss_fn(out_i, target_i) * share_i`. It equals the loss of the batch if `loss_fn` is a mean over rows, or
+over what `count_fn` counts. A `loss_fn` that is a sum gives a fraction of that loss; `loss_reduction="sum"` therefore sets the factors
+to 1. Most other losses give another number. `LossCheck` keeps outputs of the first step, without their graphs, and evaluates `loss_fn`
+on all of them together. A single output (each replica has one microbatch, or an output is large) is cut in two.
 """
 
 from __future__ import annotations

@@ -61,21 +61,20 @@ class Pipeline(StageWeights):
         schedule: the name of a family, a CSV file, a generator (a function from `Shape` to the ops of each rank), or a
             `Schedule`.
         recompute: a mode or a `RecomputePolicy`.
-        balance: the number of layers of each stage, or `"auto"`: what makes the simulated step shortest, R counted; by FLOPs where a
-            `ModelSpec` tells them, else each layer takes as long as another.
+        balance: the number of layers of each stage, or `"auto"`: the numbers with the shortest simulated step, R included. A layer's
+            simulated time is proportional to its FLOPs in a `ModelSpec`; without FLOPs, all layers take the same time.
         num_stages: default: ranks of one replica x stages_per_rank.
         num_replicas: whole pipelines, each of which gets its own rows of a batch (`own_rows`); gradients are summed over them.
         plan: of `make_plan`: which rank holds which layers. It takes the place of `balance`, `num_stages`, `stages_per_rank`
             and `num_microbatches`, and can say more: `placement`, `warmup`.
         mesh: a DeviceMesh of torch.distributed with the dimensions `replica` and `stage`, and perhaps `tensor` of one rank. It takes the place of
             `num_replicas` and `group`, and says which ranks make a replica; default: neighbouring ones.
-        group: a process group of torch.distributed; default: all its ranks. Where torch.distributed is not initialised,
-            it is from torchrun's variables, and without them the pipeline has one rank.
+        group: a process group of torch.distributed; default: all its ranks. If torch.distributed is not initialised, the pipeline
+            initialises it from torchrun's variables. Without these variables the pipeline has one rank.
         device: default: this rank's GPU where there are enough, else the CPU.
         seed: of dropout and, for callables, of the weights.
-        count_fn: what of a microbatch's target counts in the loss, a number; default: its rows. One that counts 0 is not run.
-        loss_reduction: what `loss_fn` is over the rows of a microbatch: `"mean"`, or `"sum"`, whose losses and gradients are added up as they
-            are. The first step of training looks whether it is.
+        count_fn: `count_fn(target)` is how much of a microbatch's target counts in the loss; default: its rows. A microbatch that counts 0 is not run.
+        loss_reduction: `loss_fn` is a `"mean"` over rows or a `"sum"`, whose losses and gradients are added up as they are. The first training step checks it.
         timeout_seconds: longest wait for another rank.
         on_event: is given every `OpEvent`, after its step; on a GPU when the device has come that far.
 

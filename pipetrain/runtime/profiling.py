@@ -1,9 +1,9 @@
-"""Measures the layers of a model, each alone on this device: what F, R and B take, what a backward needs, what that took to make.
+"""Measures each layer of a model alone on this device: seconds of F, R and B, bytes saved for B, and seconds of the operations that made them.
 
-    a layer and an end that saves four bytes    F, R through all of the layer, B
-    the same, with outputs kept                 what it costs R to look at each operation
-    the layer alone                             R that ends with the layer's last saved tensor; the bytes of its set
-    the layer under a mode that takes the time  what each operation takes, gives, and how much of that is saved
+    the layer, then one that saves one number   seconds of F, of R through the whole layer, and of B
+    the same, with outputs kept                 extra seconds of R for intercepting its operations
+    the layer alone                             seconds of R up to the layer's last saved tensor; bytes of its set
+    the layer under a mode that takes the time  per operation: seconds, bytes of its outputs, how many of these are saved
 
 Layers that look the same are measured once.
 """

@@ -4,9 +4,9 @@
     compute      0F0 0F1 0F2 ...
     recompute    0R0 0R1 ...
 
-An op has its turn when all that it waits for has ended and the op before it in its queue has had its own; of two, the one in the
-queue above. On a device, where the host launches ahead, there is one queue, the launch order of the schedule. This is all that
-the executor obeys, and it obeys it for every op.
+An op may start when all ops that it waits for have ended and the op before it in its queue has started. If two ops may start, the
+one in the upper queue does. On a device, where the host launches ahead, there is one queue, the launch order of the schedule. This
+is all that the executor obeys, and it obeys it for every op.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Places = frozenset[tuple[int, int | None]]  # (stage, microbatch)
 class ProgramEntry:
     """An op of a rank, and what its run asks of the schedule.
 
-    `reads` is the op that brings its boundary tensor: a receive (`is_received`), or an op of this rank. `writes` is the op under which it
-    leaves its own: the SEND, or itself where the next stage is on this rank.
+    `reads` is the op that brings its boundary tensor: a receive (`is_received`), or an op of this rank. The executor files the op's own
+    boundary tensor under `writes`: its SEND, or the op itself if the stage that takes the tensor is on this rank.
     """
 
     op: Op
@@ -68,7 +68,7 @@ class ProgramEntry:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The ops of one rank, numbered; those that compute first, or all as they are launched.
+    """The ops of one rank, numbered from 0: compute and recompute lane first, or all in launch order if the schedule has one.
 
     `queues[q]` are the numbers of one queue; the first with an op that may start goes on. `followers[n]` are the ops that wait for op n.
     `recomputed` are the (stage, microbatch) with an R: the others keep the set of their F. `reduces` are what adds up gradients.

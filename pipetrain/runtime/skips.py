@@ -1,11 +1,11 @@
 """Tensors that a stage leaves for another in a dict, a list, a module or an object that layers of both hold: refused by name.
 
-    F1 of stage 0   puts a tensor there, as in F0: so it is no table that is made once                 [1]
+    F1 of stage 0   leaves a new tensor there, as F0 did: it is not a constant, made once              [1]
     F0 of stage 1   computes its output with it, or with what was computed from it                     [2]
 
 Only outputs go from stage to stage: on one rank the other stage finds what another microbatch left, and on two it finds nothing.
-There the other rank looks in its second step: [1] goes along with what ranks agree on anyway. What is only noted down
-(statistics, a log) may be shared.
+On two ranks, ranks tell each other of [1] when they agree on the second step; the other rank checks for [2] in that step.
+Stages may share what they only write to (statistics, a log).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Left(NamedTuple):
 class Skips(TorchFunctionMode):
     """Looks at the first steps. `layers` are those that this rank knows, by their index in the model.
 
-    As a mode it follows what an F computes from what another stage left: entered when something is left for a second microbatch.
+    As a torch function mode it marks tensors that F computes from another stage's: on once a stage has left some for two microbatches.
     """
 
     def __init__(self, layers: Mapping[int, nn.Module], loss_fn: Any, plan: Plan, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""This rank's weights under the names of the whole model: parameters, the clip of their gradients, states, and whether replicas hold the same."""
+"""Parameters and states of this rank under the whole model's names; clips gradients by their norm, and compares the weights of replicas."""
 
 from __future__ import annotations
 
