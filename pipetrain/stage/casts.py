@@ -33,7 +33,7 @@ _CASTING = frozenset((
 
 
 class WeightCasts:
-    """The casts of one stage's weights in one step. Where autocast is off, none of this is asked."""
+    """The casts of one stage's weights in one step. While autocast is off, a step calls only `is_active` and `end_step`."""
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device, meter: ActivationMeter) -> None:
         self._layers = layers
@@ -134,7 +134,7 @@ class WeightCasts:
 
 
 class _CastOnce(TorchFunctionMode):
-    """Gives what multiplies the cast of a frozen weight instead of the weight."""
+    """Under autocast, replaces frozen weights by their casts in the arguments of the operations in `_CASTING`."""
 
     def __init__(self, casts: WeightCasts, frozen: Mapping[int, Tensor], *, make: bool) -> None:
         super().__init__()

@@ -49,8 +49,8 @@ def through_gate(anchor: Tensor, tensor: Tensor, sink: dict[int, Tensor] | None 
 class Entered(NamedTuple):
     """One tensor, and its version when it entered.
 
-    `fixed` says what it is and why it may not change; empty: it may. `before` is a copy, or the memory that it was cloned from:
-    with it even a change through `.data` is found, which no version tells. `is_clone`: of what the stage holds.
+    `fixed` says what it is and why it may not change; empty: it may. `before` is a copy of it, or the leaf that it was cloned from.
+    It shows changes through `.data`, which versions do not. `is_clone`: unless fixed, it is a clone of a leaf that the stage holds.
     """
 
     tensor: Tensor

@@ -27,7 +27,7 @@ class LayerRefused(RuntimeError):
 
 
 class StateChanged(RuntimeError):
-    """A forward changes something that a recompute can neither see as it was nor leave as it is."""
+    """A forward changes a buffer, a parameter or a module, so that a later R or B would find another one than F used."""
 
 
 _INSTEAD = "use the operation that returns a new tensor (relu instead of relu_, x + y instead of x += y)"

@@ -4,9 +4,9 @@ A copy of the layer, which shares its parameters, runs on what the layer gets, w
 
     ahead of F   [1] does it take a gradient inside? Then hooks would be in its way, and it is kept
     after F      [2] does it save, a second time, what F has saved?  [3] does it change its attributes? If so, it is kept
-                 [4] what memory stays that it did not save?
+                 [4] does memory stay allocated besides its output and its saved tensors?
 
-The judge is R itself, which is compared with F (`proof.py`): a copy explains in time what R would only refuse.
+The proof (`proof.py`) compares R itself with F, and raises an error. The copy finds differences earlier, when the layer can be kept.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _LITTLE_BYTES = 1 << 16
 
 
 class FirstLook:
-    """An F of a stage in which it is not known yet what its layers do. `compares`: they will be recomputed, and have to do the same then."""
+    """An F that inspects the layers of its stage. With `compares`, an R will follow, so a copy of each layer also runs again after F."""
 
     def __init__(
         self,

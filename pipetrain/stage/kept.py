@@ -1,4 +1,4 @@
-"""The layers of a stage that no R runs: their saved tensors stay from F to B, and R begins behind each with what it gave in F."""
+"""The layers of a stage that no R runs. Their saved tensors stay from F to B. In R the next layer gets the output that they had in F."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pipetrain.stage.slots import LateBoundSet
 
 @dataclass
 class Passed:
-    """What a kept layer gave the next one: the leaves of a tree, and which of them need a gradient. `entered`, until F has ended: each
-    tensor as the next layer got it, and its version."""
+    """The output of a kept layer: the leaves of its tree, and which of them need a gradient. Until F has ended, `entered` holds the
+    tensors that the next layer got, with their versions."""
 
     leaves: list[Any]
     requires_grad: list[bool]

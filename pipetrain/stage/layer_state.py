@@ -38,7 +38,7 @@ from pipetrain.stage.traces import modules_of_the_user
 
 @dataclass
 class Before:
-    """What was before an F: as much of it as that F needs."""
+    """The state before an F. An F that learns fills all fields but `watched`; other Fs fill `buffers` and `watched` alone."""
 
     learning: bool
     buffers: TensorCopies

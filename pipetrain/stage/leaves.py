@@ -36,9 +36,9 @@ def no_names(_tensor: Tensor) -> str | None:
 
 
 class LeafWatch:
-    """Refuses foreign leaves in an F that it stands around.
+    """Refuses foreign leaves in the graph of an F that runs within `over`.
 
-    `anchor` is the leaf through which what the stage received enters its graph. Parameters of layers `beside` may be used, too.
+    `anchor` is the leaf through which what the stage received enters its graph. F may also use parameters of the layers in `beside`.
     """
 
     def __init__(

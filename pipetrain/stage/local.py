@@ -9,11 +9,11 @@ from torch.utils import _pytree as pytree
 
 
 class StageLocal:
-    """Holds anything, as one leaf of the tree that goes from layer to layer. Where the layers of a stage end it becomes None.
+    """Holds anything, as one leaf of the tree that goes from layer to layer. In the output of a stage, None takes its place.
 
-    Nobody looks into it: what it holds is neither sent, nor stashed, nor does it get a gradient. What of it autograd saves is
-    part of the set like any other tensor, once for all layers that save it, so it lives as long as the set does: to the end of F
-    where an R will come, else to B. A layer that gets None in its place makes it anew.
+    The runtime does not look into it: its tensors are neither sent nor stashed, and get no gradient. Tensors in it that autograd
+    saves belong to the activation set, once for all layers that save them. Like the set, they live to the end of F if an R will
+    come, else to B. A layer that gets None in its place makes it anew.
     """
 
     __slots__ = ("value",)

@@ -133,8 +133,8 @@ class ActivationMeter:
 
 
 class CountedBytes:
-    """Bytes in the meter for as long as somebody refers to this, as each slot of a set does: `num_bytes` of its own, and storages that
-    others have, too."""
+    """Counts bytes in the meter until nothing refers to this object any more; each slot of a set refers to it. It counts `num_bytes`
+    of its own, and the storages of `shared` tensors, which others may hold, too."""
 
     __slots__ = ("_keys", "_meter", "_shared", "num_bytes")
 
@@ -152,7 +152,7 @@ class CountedBytes:
 
 
 class SetSize:
-    """What each set of one kind counts, known from the first two: bytes of its own, and what both have (tables that a layer makes once)."""
+    """The bytes of each set of one kind, known from the first two: its own bytes, and storages of both (tables that a layer makes once)."""
 
     def __init__(self) -> None:
         self.is_known = False

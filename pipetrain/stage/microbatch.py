@@ -26,8 +26,8 @@ class StageInput:
     reads the same memory, so that a change in place must not reach it. `fixed` are leaves that may not be changed in place at
     all: what they are, and why; `fixed_target` are those of the target. `seeds_of` is given the global indices of layers.
     `target` and `weight` are for the stage that computes the loss.
-    `on_layer` is given the index and the output of each layer in F, `WithLosses` where some were added; the loss has the index after
-    the last layer's.
+    F calls `on_layer` with the global index and the output of each layer. The output is `WithLosses` if losses were added so far.
+    The index of the loss is the one after the last layer's.
     """
 
     leaves: tuple[Any, ...]
@@ -44,8 +44,8 @@ class StageInput:
 
 @dataclass(frozen=True)
 class StageOutput:
-    """What F gives, detached: the leaves of the output tree and which of them need a gradient. The same tensor in two leaves
-    is so in the layers' output, too."""
+    """What F gives, detached: the leaves of the output tree and which of them need a gradient. If two leaves of the layers' output
+    are one tensor, so are these two."""
 
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
@@ -56,8 +56,8 @@ class StageOutput:
 class MicrobatchKind:
     """What is known of all microbatches of one kind (shapes, modes, what needs a gradient), once one has run.
 
-    `others` are leaves, of the input and behind them of the output, that a kept set has, too. `is_plain`: nothing that a later F
-    changes is in a kept set, so that autograd may hold it by itself.
+    `others` are indices of leaves whose storages a kept set holds, too: the input's leaves come first, then the output's.
+    `is_plain`: autograd may hold a kept set without slots, since no later F changes a tensor in it.
     """
 
     has_run: bool = False

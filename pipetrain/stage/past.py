@@ -66,8 +66,8 @@ def _plain(value: Any, done: dict[int, Tensor], depth: int = 0) -> Any:
 class Past:
     """The tokens that some samples had so far, as one rank knows them, and the `new` positions of this call.
 
-    Samples of different lengths are padded in front: `padding` is how many positions of each are none. `length` counts the positions
-    before this call, padding too.
+    Samples of different lengths are padded in front. `padding` has the number of padding positions of each sample. `length` counts the
+    positions before this call, padding too.
     """
 
     def __init__(self, padding: Sequence[int], device: torch.device) -> None:

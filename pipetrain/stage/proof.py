@@ -5,9 +5,9 @@
                                                    [2] what differs is looked at again at the end of R
     B   reads what F saved
 
-So no more is held than one set and what R brings in one layer. What counts of a tensor is its value at the end of F and at
-the end of R: B reads it later. An operation may fill a tensor that it has saved already, a later layer may change one through
-`.data`; a check when it is saved would be too early.
+So no more is held than one set and what R brings in one layer. A check when a tensor is saved would be too early: an operation may
+fill a tensor that it has saved already, and a later layer may change one through `.data`. B reads the values that a tensor has at the
+end of F, or at the end of R.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _ENTERED = "GateBackward"
 
 
 class Recompute:
-    """One R of a set, which ends where `stop` says; where there is a proof, with the stage."""
+    """One R of a set. It ends at `stop`; with a proof, it runs to the end of the stage."""
 
     def __init__(self, late: LateBoundSet, stop: Stop = Stop.AT_SLOT) -> None:
         self._late = late

@@ -46,8 +46,8 @@ class _Passing:
 class SegmentedStage:
     """The layers of a stage in parts of `sizes` layers, with the methods of `Stage`; R and B take the number of a part.
 
-    A kept set has one B, which runs the backwards of all parts one after the other. `cross` passes tensors between stages of one rank;
-    `options` are those of `Stage`.
+    A kept set has one B, which runs the backwards of all parts one after the other. The function `cross` passes the output
+    of a part to the next part, as between stages of one rank. `options` are those of `Stage`.
     """
 
     def __init__(

@@ -7,10 +7,10 @@ under a mode below autograd; in R it *returns* what was kept, and autograd makes
     R   op(...)              [2] not run: gets an alias of what is kept, in the order of the kept operations of its layer
     B                        [3] what is kept goes when B begins; what was saved of it stays in its slot
 
-Only operations of this kind are numbered: under autocast F casts weights and R finds the casts. An operation that draws random
-numbers is never skipped: what comes after it would draw others. An operation that writes into memory of a kept output makes the copy
-kept, not the memory. Torch's own modes (`create_selective_checkpoint_contexts`) tell writes by versions, which miss these: `_unsafe_view`
-gives the memory of each product of three dimensions away under another counter.
+The order counts only operations that may be kept. It leaves out casts: under autocast F casts weights, and R finds those casts. An
+operation that draws random numbers is never skipped, since later ones would draw others. Before an operation of F writes into the memory
+of a kept output, that output is copied, and the copy is kept. Torch's own modes (`create_selective_checkpoint_contexts`) detect writes
+by version counters. They miss some: a 3-dimensional product returns an `_unsafe_view` with the same memory and another counter.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class Selection:
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Of what runs in a layer, gives what was `met` there to `run`, with its arguments."""
+    """Calls `run` instead of each operation of a layer that has a `_Met` in `met`; `meet` fills `met`."""
 
     supports_higher_order_operators = True  # they pass as they are
 

@@ -10,8 +10,8 @@ stream. Here B runs on the graph of F; only the tensors come from R, whose own g
 Saved-tensor hooks switch off autograd's own check that no saved tensor was changed in place, so it is made here: at the
 end of F, at the end of R, and when B reads.
 
-A layer may catch what is raised through it. So what the hooks raise to get out of a layer is no Exception, and what they want
-is noted as well: whoever ran the layer asks for it when the layer has returned.
+A layer may catch what is raised through it. So the hooks leave a layer by a BaseException, which `except Exception` does not catch.
+They also note the reason, and the caller of the layer checks for it when the layer has returned.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class LateBoundSet:
 
     `name_of(layer)` names a layer of the stage in an error; layers are numbered from 0 within the stage. Where there is a
     `proof`, F fills the slots, and R's tensors are compared with them. `casts` is told of what is saved, where autocast is on.
-    `selection` says which outputs F keeps for R. `watches`: F looks whether what it saves is changed in place before it ends;
-    where it does not, and the slots are empty, R does, which runs the same operations. `split`: some of what fills the slots waits for W
-    longer than the rest.
+    `selection` says which outputs F keeps for R. `watches`: F checks at its end that no tensor that it saved has
+    changed in place. Without it, R checks this for the slots that it fills, since it runs the same operations. `split`: some of the
+    tensors are held until W and the others are not, so the meter counts each slot by itself.
     """
 
     def __init__(

@@ -7,8 +7,8 @@ Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2: only the optimiz
     W  Deferral.run    [3] `backward_weight` runs; the gradients of a weight are summed, then added to `.grad` once, as in B
 
 A weight may wait if split functions alone read it: another reader's gradient would have to be summed with theirs first. The graph of
-the first F that gives it to a split function shows who reads it. If a later F reads it in another way, too, the other reader's part is
-added in I and the rest in W: that gradient is complete, but may differ in the last bit. Where a weight may not wait, both halves run in I.
+the first F that gives it to a split function shows who reads it. A later F may bring another reader. Then I adds that reader's
+gradient, and W the rest: their sum is complete, but may differ in the last bit. If a weight may not wait, both halves run in I.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class SplitFunction(torch.autograd.Function):
     - `backward_input(ctx, *gradients)`: as `backward`, with None for each weight;
     - `backward_weight(ctx, *gradients)`: as `backward`, with None for everything else.
 
-    The weights are the arguments that need a gradient and get none from the first. The second may run when the graph has been
-    freed: of `ctx` it finds `saved_tensors`, `needs_input_grad` and whatever was set on it. `backward` need not be there: it is
-    one after the other, unless a kernel has a better one.
+    The weights are the arguments that need a gradient and get None from `backward_input`. `backward_weight` may run after the graph
+    is freed: its `ctx` has `saved_tensors`, `needs_input_grad` and attributes that were set on it. A subclass needs no `backward`:
+    by default both methods run, one after the other. A kernel may have a better `backward`.
     """
 
     backward_input: Callable[..., Any]

@@ -1,7 +1,7 @@
 """Linear layers whose backward comes in two halves, in the place of torch's while a layer runs.
 
-`nn.Linear`, `nn.MultiheadAttention` and models of Hugging Face call `torch.nn.functional.linear` or `torch.addmm` by that name when
-they run, so for so long a function of ours stands there. (A `TorchFunctionMode` would see `x @ weight`, too; it would cost
+`nn.Linear`, `nn.MultiheadAttention` and models of Hugging Face look up `torch.nn.functional.linear` or `torch.addmm` at each call.
+While a layer runs, functions of ours replace these two. (A `TorchFunctionMode` would see `x @ weight`, too; it would cost
 1 us for every operation and attribute of every layer, and would not see into `multi_head_attention_forward`.)
 """
 
@@ -26,9 +26,9 @@ _linear, _addmm = F.linear, torch.addmm
 class SplitLinear(SplitFunction):
     """`x [..., K]` times a matrix, plus a bias `[N]` or None; the matrix is `weight [N, K]` transposed, or `weight [K, N]`.
 
-    Torch's operations in torch's order, so that values and gradients have the same bits. `cast` is what to multiply by in the
-    place of `weight` under autocast, which gives `x` in that dtype, too: then the gradient of `weight` is of that dtype until
-    all of a microbatch's are summed, as that of a cast that autocast keeps is.
+    Torch's operations in torch's order, so that values and gradients have the same bits. Under autocast, `cast` is the cast
+    of `weight`: `x` has its dtype and is multiplied by it. The gradients of `weight` then keep that dtype until those of a
+    microbatch are summed, as with a cast that autocast keeps.
     """
 
     @staticmethod

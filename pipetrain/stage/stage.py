@@ -50,7 +50,7 @@ _Layer = Callable[[Any], Any]
 class Stage:
     """Consecutive layers and, on the last stage, the loss. `first_layer` is the global index of the first one.
 
-    `part`: the layers are this one of the parts in which a stage is recomputed (`stage/segments.py`), which has layers `beside` them.
+    `part` is the index of these layers among the parts of a stage (`stage/segments.py`); `beside` are all layers of that stage.
     `selective`: which outputs stay from F to B although R runs. `keep_layers`: global indices of layers that no R runs.
     """
 

@@ -1,5 +1,6 @@
-"""The witness: in each step, F and R of one microbatch per stage take checksums of their saved tensors, one per layer, and are compared. F
-also checks whether it changes attributes of a layer. The microbatch is another one in each step, in turn.
+"""The witness compares F and R of one microbatch per stage and step, by a checksum of the saved tensors of each layer.
+
+The microbatches take turns. F also checks whether it changes attributes of a layer.
 
 So if a layer begins to compute something else in R than in F, after its first microbatch was checked, an error says so within as many steps
 as there are microbatches. F takes a checksum at the end of each layer, since an operation may fill a tensor that it has saved already.
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Witness:
-    """The checksums of one set, by layer. `watched`: of each layer the modules that may have state in attributes, with their names."""
+    """The checksums of one set, by layer. `watched` has, per layer, the modules that may have state in attributes, with their names."""
 
     def __init__(self, watched: Sequence[Sequence[tuple[str, nn.Module]]] = ()) -> None:
         self._watched = watched
