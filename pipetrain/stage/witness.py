@@ -1,6 +1,5 @@
-"""The witness compares F and R of one microbatch per stage and step, by a checksum of the saved tensors of each layer.
-
-The microbatches take turns. F also checks whether it changes attributes of a layer.
+"""The witness compares F and R of one microbatch per stage and step, by a checksum of the saved tensors of each layer. The
+microbatches take turns. F also checks whether it changes attributes of a layer.
 
 So if a layer begins to compute something else in R than in F, after its first microbatch was checked, an error says so within as many steps
 as there are microbatches. F takes a checksum at the end of each layer, since an operation may fill a tensor that it has saved already.
