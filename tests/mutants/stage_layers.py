@@ -50,7 +50,14 @@ MUTANTS = (
         "pipetrain/stage/inspection.py",
         "            if differ(found, expected):\n",
         "            if False:\n",
-        ("tests/regressions/test_changing_buffers.py", "-k", "registers"),
+        ("tests/runtime/test_kept_layers.py", "-k", "iterator"),
+    ),
+    Mutant(
+        "buffers that a forward registers are not looked at",
+        "pipetrain/stage/inspection.py",
+        "        return {name: checksum([buffer.cpu()]) for name, buffer in named if name not in self._buffer_names}\n",
+        "        return {}\n",
+        ("tests/runtime/test_kept_layers.py", "-k", "late_buffer"),
     ),
     Mutant(
         "only buffers are copied that the first forward changed",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 import warnings
 from collections.abc import Callable
@@ -222,6 +223,38 @@ def test_a_layer_that_begins_to_differ_is_named_in_the_same_step(segments: int) 
             RecomputeMismatch, match=r"layer 1 \(DriftsLater\): the recompute saves .* first step.*keep_layers"
         ):
             pipeline.step(*batch())
+
+
+class Iterates(nn.Module):
+    """Takes the next number of an iterator, which no look at attributes tells from the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = itertools.count(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x * next(self.numbers))
+
+
+class LateBuffer(nn.Module):
+    """Registers a buffer in its first forward, and changes it in each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "seen"):
+            self.register_buffer("seen", torch.zeros(4))
+        self.seen = 0.9 * self.seen + 0.1 * x.detach().mean(0)
+        return x + self.seen
+
+
+def test_a_layer_with_an_iterator_is_kept() -> None:
+    _, said, _ = step_of([nn.Linear(4, 4), Iterates(), nn.Linear(4, 4)])
+    assert ["layer 1 (Iterates) computes other values when it runs again" in line for line in said] == [True]
+
+
+def test_a_late_buffer_is_seen_where_nothing_needs_a_gradient() -> None:
+    """The layer saves nothing, so that no value tells; R of the next layer would get another input than F."""
+    _, said, _ = step_of([LateBuffer(), nn.Linear(4, 4)])
+    assert ["layer 0 (LateBuffer) changes its attribute seen in each forward" in line for line in said] == [True]
 
 
 class Warm(nn.Module):
