@@ -108,19 +108,23 @@ def draws_in_python(layer: Any) -> bool:
 
 
 def _methods_of(module: nn.Module) -> Iterator[Any]:
+    """Its methods, and what else stands in its classes and may be called."""
     for kind in type(module).__mro__:
         if not _is_of_torch(kind) and kind is not object:
             for name, value in vars(kind).items():
                 value = getattr(value, "fget", getattr(value, "__func__", value))
-                if isinstance(value, types.FunctionType) and name != "__init__":
+                is_code = isinstance(value, types.FunctionType) and name != "__init__"
+                if is_code or not (name.startswith("__") or _is_plain(value)):
                     yield value
 
 
 def _may_draw(thing: Any) -> bool:
     if _is_of_torch(thing):
         return False
-    is_function = isinstance(thing, types.FunctionType) and not thing.__closure__
-    return not is_function or _names_more(thing.__code__, thing.__globals__)
+    if not isinstance(thing, types.FunctionType) or thing.__closure__:
+        return True
+    has_plain_defaults = _is_plain(thing.__defaults__) and _is_plain(thing.__kwdefaults__)
+    return not has_plain_defaults or _names_more(thing.__code__, thing.__globals__)
 
 
 def _names_more(code: types.CodeType, names: Mapping[str, Any]) -> bool:
@@ -139,10 +143,10 @@ def _is_of_torch(thing: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an attribute of a module has no code of its own."""
+    """Whether an attribute, or a default, has no code of its own. A module that is no submodule has some."""
     if isinstance(value, (list, tuple, dict)):
         return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
-    return value is None or isinstance(value, (int, float, str, Tensor, nn.Module)) or _is_of_torch(value)
+    return value is None or isinstance(value, (int, float, str, Tensor)) or _is_of_torch(value)
 
 
 @contextmanager

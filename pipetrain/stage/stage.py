@@ -202,15 +202,16 @@ class Stage:
             casts=self.casts if held.has_casts else None,
             selection=self._selection,
             watches=is_new,
-            # Where a later layer changes what one has saved, the checksum at that layer's end says nothing.
-            witness=Witness(self.state.watched)
-            if witness and not (prove or keep or self._stop is Stop.AT_END)
-            else None,
+            witness=Witness(self.state.watched) if witness and not (prove or keep) and self._may_witness() else None,
             split=split,
         )
         if self.kept.layers:
             late.keep_whole(self.kept.free if keep else self.kept.layers, self.kept.free)
         held.deferral = self.weights.begin(late.refuse_hooks) if split else None
+
+    def _may_witness(self) -> bool:
+        """Not on a GPU, where bits may differ and a checksum waits; nor where a layer changes what an earlier one has saved."""
+        return self.device.type == "cpu" and self._stop is not Stop.AT_END
 
     def _run_forward(
         self, held: Held, given: StageInput, on_layer: Callable[[int, Any], None] | None, *, prove: bool, is_new: bool

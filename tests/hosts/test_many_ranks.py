@@ -10,8 +10,8 @@ from played import Footprint, start_all, start_one, use_the_group
 
 FEW = 4
 PLACES = ["first", "middle", "last"]
-# A tenth of a rank's memory with all of torch loaded. What is loaded differs from run to run, whatever the number of ranks.
-MOST_MORE = 26 << 20
+# Bytes: some 40 kB per rank. Less than a tenth of a rank's memory with all of torch loaded, and the same with less of it loaded.
+MOST_MORE = 20_000_000
 
 
 def rank_at(place: str, num_ranks: int) -> int:

@@ -261,6 +261,13 @@ def test_who_may_draw_from_python() -> None:
         def scale(self) -> float:
             return random.random()
 
+    class HasInClass(Own):
+        draw = random.random
+
+    class HasByDefault(Own):
+        def scale(self, draw: object = random.random) -> object:
+            return draw
+
     class Has(Own):
         def __init__(self, act: object) -> None:
             super().__init__()
@@ -289,4 +296,5 @@ def test_who_may_draw_from_python() -> None:
         lambda *_: never,
     ]
     assert [draws_in_python(layer) for layer in never] == [False] * 4
-    assert [draws_in_python(layer) for layer in may] == [True] * 7
+    may += [HasInClass(), HasByDefault(), Has([Draws()])]
+    assert [draws_in_python(layer) for layer in may] == [True] * 10
