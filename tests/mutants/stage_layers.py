@@ -116,6 +116,20 @@ MUTANTS = (
         ("tests/runtime/test_kept_layers.py", "-k", "attribute_that_begins"),
     ),
     Mutant(
+        "checksums are taken on a GPU",
+        "pipetrain/stage/stage.py",
+        'return self.device.type == "cpu" and self._stop is not Stop.AT_END\n',
+        "return self._stop is not Stop.AT_END\n",
+        ("tests/runtime/test_kept_layers.py", "-k", "another_device"),
+    ),
+    Mutant(
+        "what a class holds draws nothing",
+        "pipetrain/stage/seeding.py",
+        '                if is_code or not (name.startswith("__") or _is_plain(value)):\n',
+        "                if is_code:\n",
+        ("tests/runtime/test_state.py", "-k", "who_may_draw"),
+    ),
+    Mutant(
         "a checksum does not see the order",
         "pipetrain/stage/witness.py",
         "            found = zlib.crc32(plain.numpy(force=True).data, found)\n",

@@ -18,6 +18,8 @@ from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.errors import RecomputeMismatch, SavedTensorChanged
+from pipetrain.stage.meter import ActivationMeter
+from pipetrain.stage.stage import Stage
 from pipetrain.stage.witness import checksum
 
 M = 4
@@ -288,6 +290,13 @@ def test_an_attribute_that_begins_to_change_is_named_in_the_same_step(verify: st
             match=r"layer 1 \(Warm\): the recompute would change its attribute mean again.*keep_layers",
         ):
             pipeline.step(*batch())
+
+
+def test_no_checksum_is_taken_on_another_device_than_a_cpu() -> None:
+    """A kernel of a GPU may give other bits from run to run, and reading a checksum there would stop the host."""
+    places = [torch.device("cpu"), torch.device("meta")]
+    stages = [Stage(0, [nn.Linear(2, 2)], first_layer=0, device=one, meter=ActivationMeter()) for one in places]
+    assert [stage._may_witness() for stage in stages] == [True, False]
 
 
 def test_without_verify_nobody_looks() -> None:
