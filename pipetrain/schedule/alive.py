@@ -1,9 +1,10 @@
 """What opens and closes a set or a stash, and how much a stage may hold at once, whatever the timing.
 
-The bounds also hold if a host launches a device's ops far ahead: it allocates and frees memory in the order of its launches. That order
-obeys all waits and queues, so it is one of the timings: the one in which each op takes no time.
+The bounds hold for every order of starts and ends that the waits and queues allow. The launch order of a host is such an order. So they
+also hold if a host launches a device's ops far ahead, and allocates and frees memory in launch order.
 
-A result that waits for its SEND is no set and no stash; `launches.py` bounds it, except in GPipe whose last stage alternates F and B.
+An output that waits for its SEND counts neither as a set nor as stash. `launches.py` bounds the number of such outputs, except in GPipe
+whose last stage alternates F and B.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ def brings_set(schedule: Schedule, op: Op) -> bool:
 
 
 def ends_stash(op: Op) -> bool:
-    """Whether nothing of its microbatch is left in the stage when `op` has ended: of parts, that of the first ends it."""
+    """Whether the stage holds nothing of the microbatch once `op` has ended. If B runs in parts, the B of part 0 is the last."""
     return op.kind in CLOSES_STASH and not op.part
 
 
 def places_taken(schedule: Schedule, op: Op) -> int:
-    """How many activation slots `op` takes at its start: one for a part, for a set as many as its stage has parts."""
+    """How many activation slots `op` takes at its start: one for a part; for a whole set, as many as its stage has parts."""
     return _places(schedule, op) if brings_set(schedule, op) else 0
 
 
@@ -63,9 +64,9 @@ class SetPeak:
 def peak_sets(schedule: Schedule) -> tuple[SetPeak, ...]:
     """Per stage, the worst over all timings that the schedule allows.
 
-    A kept set lives from the start of F to the end of B, or W, a recomputed one from the start of R. The compute lane is a
-    chain, so a moment is the number c of its ops that have ended while op c runs. The recompute lane may then have
-    started each R whose waits lie in those c ops; at worst it has started them all.
+    A kept set lives from the start of its F to the end of its B (or W), a recomputed set from the start of its R. The ops of the
+    compute lane run one after the other, so a number c stands for a moment: c of them have ended. By then the recompute lane
+    may have started each R whose waits are among these c ops. The worst case is that it has started all of them.
     """
     peaks = [SetPeak(0, 0, schedule.way(Direction.FORWARD, stage, 0)[0]) for stage in range(schedule.num_stages)]
     for rank in range(schedule.num_ranks):
@@ -78,7 +79,7 @@ def peak_sets(schedule: Schedule) -> tuple[SetPeak, ...]:
 
 
 def _moments(schedule: Schedule, rank: int) -> list[tuple[Op, bool]]:
-    """Where sets of a rank come (True) and go (False), by the number of compute ops that have ended; goings first."""
+    """The ops of a rank that begin (True) or end (False) a set, by the number of compute ops that have ended; at one number, ends first."""
     compute = schedule.lane(rank, Lane.COMPUTE)
     place = {op: number for number, op in enumerate(compute)}
     moments: list[tuple[int, bool, Op]] = []
@@ -108,7 +109,10 @@ def peak_stash(schedule: Schedule) -> tuple[int, ...]:
 
 
 def idle_places(schedule: Schedule) -> str | None:
-    """A sentence for the user where a stage (with one number for all: each stage) has more activation slots than sets to hold."""
+    """A sentence for the user if a stage has more activation slots than sets to hold; None: no stage has.
+
+    One number for all stages is too large only if it is too large for each of them.
+    """
     policy, held = schedule.policy, peak_stash(schedule)
     if policy.mode is Mode.NEVER or policy.sets is None or max(held, default=0) == 0:
         return None

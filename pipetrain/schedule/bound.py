@@ -27,13 +27,13 @@ def bound(
     first_backward: int = 0,
     split_backward: bool = False,
 ) -> float:
-    """Seconds below which no step can be, for any order; `bound_of` says it for the sets that one schedule keeps.
+    """A lower bound, in seconds, on the step of every order. `bound_of` gives it for the sets that one schedule keeps.
 
-    Every stage before the last is taken to send a second microbatch on before the first comes back, so that it recomputes
-    all that it does not keep. `split_backward`: every backward is an I and a W, not a B.
+    It assumes that every stage before the last runs a second F before its first backward. So such a stage recomputes every set that
+    it does not keep. `split_backward`: every backward is an I and a W, not a B.
 
-    The proof is that of `bound_of`, where n_kept(s) is known. Here a stage may keep any number of sets, or none, as `policy`
-    says: a kept set takes slot-time, a recomputed one takes R. T is the least in which a number has room for both.
+    The proof is that of `bound_of`, but n_kept(s) is not known here; `policy` says which numbers a stage may keep. A kept set needs
+    more slot-time, a recomputed one needs time for R. T is the least time for which each stage has a number that fits in both respects.
     """
     wanted = RecomputePolicy.of(policy)
     wanted.check_stages(costs.num_stages)
@@ -47,34 +47,32 @@ def bound(
 
 
 def bound_of(schedule: Schedule, costs: Costs) -> float:
-    """A lower bound, in seconds, on the step of any order of the ops of `schedule`; messages take their hop, ranks one op at a time.
+    """A lower bound, in seconds, on the step of any order of the ops of `schedule`. A message takes its hop; a rank runs one op at a time.
 
-    Proof. Let head_s be the time in which one microbatch gets from stage 0 to stage s: F and hops of the stages
-    before. No F of stage s starts earlier. Let tail_s be the time from the end of an op of stage s to the end of the
-    step: after a B, the microbatch still runs B and hops on the stages before; after the F of a stage without a B, it
-    still runs on to the last stage and back. So all the work of a rank lies between the least head and the least tail
-    of its stages, one op at a time, and T >= head + work + tail. Likewise a link carries its m tensors one after the
-    other, between the first that can reach it and the last that leaves it. T is at least the greatest of these.
+    Proof. Let head_s be the time in which one microbatch gets from stage 0 to stage s: F and hops of the stages before. No F of
+    stage s starts earlier. Let tail_s be the least time from the end of an op of stage s to the end of the step. After a B, the
+    microbatch still runs B and hops on the stages before. After the F of a stage without a B, it still runs to the last stage and
+    back. So all the work of a rank lies between the least head and the least tail of its stages, one op at a time: T >= head + work
+    + tail. A link carries its m tensors one after the other, which gives the same inequality for links. T is at least the greatest of these.
     For equal stages this is max((m+p-1)(f+b) + 2(p-1)c, max_s[(m+s)(f+b) + 2sc + n_rec(s) r]).
 
-    Where backward is split, I takes the place of B in every tail, and the last microbatch back runs its W at its end. All
-    F, R and I of a rank come before its last I, and of its W all but those whose sets are alive then: with K slots at
-    most K of a stage. So T >= head + work - K w + tail. A W has nothing to wait for behind it: T >= head + work. And a
-    microbatch runs its W on each stage, so T >= its way back to stage s, and w. Of several ways that the microbatches of a
-    stage take back, each of these counts the shortest.
+    Split backward. Each tail has I in place of B, and ends with the W of the step's last microbatch. All F, R and I of a rank come
+    before its last I. So do its W, except for the sets that are alive at that I: with K slots, at most K per stage. So T >= head + work
+    - K w + tail. Nothing has to follow a W: T >= head + work. Each microbatch also runs a W on each stage s: T >= (the time until its I
+    there ends) + w. If a stage has backwards of both forms, B and I W, the time of one microbatch is that of the shorter form.
     For equal stages with K = m this is max((m+p-1)(f+i) + w + 2(p-1)c, max_s[s(f+c) + m(f+i+w) + n_rec(s) r]), and more.
 
-    Slot-time. A kept set takes an activation slot of its stage from the start of F to the end of the backward: L = f + the round trip
-    through the stages after + b seconds, at least. A recomputed one takes it from the start of R, which the rank runs before the
-    backward: r + b seconds, at least. All of this lies between head and tail, in K slots:
-    n_kept L + n_rec (r + b) <= K (T - head - tail). With k parts a slot is for one of them: a kept set takes k, and each part
-    of a recomputed one its part of r + b, so that the first term is k n_kept L. Where backward is split, the part of it up to the end of I does, and with
-    the W it does for a tail of 0.
+    Slot-time. A kept set holds an activation slot of its stage from the start of F to the end of the backward. This takes at least
+    L = f + the round trip through the later stages + b. A recomputed set holds a slot from the start of R, which the rank runs before
+    the backward: at least r + b. All of this lies between head and tail, in K slots: n_kept L + n_rec (r + b) <= K (T - head - tail).
+    With k parts per stage, a slot holds one part. A kept set then takes k slots, so the first term is k n_kept L. The parts of a
+    recomputed set take their shares of r + b one after the other, so the second term stays. With a split backward the inequality holds
+    twice: with b = i and this tail, and with b = i + w and a tail of 0.
 
-    Gradients. A REDUCE_GRAD of stage s comes after all F, R and backwards of s, and after one microbatch's way to the end
-    of its backward there; those of a rank come one after the other: T >= head_s + work of s + reduces of s, and T >= that way + reduces.
-    Of a stage in parts that of part k comes after all F, and the R and B of the parts from k on, and those of the parts before k come after
-    it: with work and reduces likewise, T >= head_s + m f + work of k and later + reduces of k and before, of each k.
+    Gradients. A REDUCE_GRAD of stage s comes after all F, R and backwards of s. Those of one stage run one after the other:
+    T >= head_s + work of s + reduces of s. A REDUCE_GRAD also comes after the whole path of one microbatch, from stage 0 to the end of its
+    backward on s: T >= that path + reduces of s. If s has parts, the REDUCE_GRAD of part k comes after all F, and after R and B of part k and
+    later parts. Those of the parts before k follow it. So T >= head_s + m f + work of parts k and later + reduces of parts k and before.
     """
     ways, reduces = _ways_back(schedule), reduces_of(schedule)
     links = _Links(costs, schedule.stage_ranks, schedule.first_backward, ways, schedule.policy, reduces)
@@ -91,7 +89,7 @@ def _numbers_kept(policy: RecomputePolicy, microbatches: int, stage: int, *, is_
 
 
 def _ways_back(schedule: Schedule) -> list[Counter[Way]]:
-    """Per stage, the number of microbatches for each way of the backward; empty for a stage without a backward."""
+    """Per stage, how many microbatches have a backward of each form; empty for a stage without a backward."""
     found: list[Counter[Way]] = [Counter() for _ in range(schedule.num_stages)]
     for stage in range(schedule.first_backward, schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
@@ -103,7 +101,7 @@ def _ways_back(schedule: Schedule) -> list[Counter[Way]]:
 def _reduces_by_stage(
     costs: Costs, policy: RecomputePolicy, reduces: Sequence[Op]
 ) -> dict[int, list[tuple[float, float]]]:
-    """`_Links.reduces`, by the parts of each stage from the last to the first; what it adds up with other stages comes at the end."""
+    """The pairs of `_Links.reduces`: per stage one for each part, the last part first. Each includes the sums with other stages, which come last."""
     found: dict[int, list[tuple[float, float]]] = {}
     for stage in sorted({op.stage for op in reduces}):
         own = [op for op in reduces if op.stage == stage]
@@ -122,9 +120,9 @@ class _Links:
     """Path times of one microbatch and the work of each stage, in seconds: 0 where there is no message or no backward.
 
     `turn[s]` is B or I: the time from the gradient of a stage's output to that of its input. `after[s]` is the rest of that backward.
-    Both are the least of all ways. `backward[s]` sums up all microbatches; `late[s]` is the part that may follow the last turn.
-    `reduces[s]` has a pair (share, seconds) per REDUCE_GRAD. It follows this share of the stage's R and backward; from its start to the
-    end of the stage's last one are these seconds. `reduce[s]` is the time of the last one alone.
+    Both are those of the shortest form. `backward[s]` sums up all microbatches; `late[s]` is the part of it that may follow the last turn.
+    `reduces[s]` has a pair (share, seconds) per REDUCE_GRAD, which starts when this share of the stage's R and backward has run. `seconds`
+    lasts from its start to the end of the stage's last REDUCE_GRAD. `reduce[s]` is the time of the last one alone.
     """
 
     def __init__(
@@ -176,7 +174,7 @@ class _Links:
         return sum(self.turn[:stage]) + sum(self.hop_backward[:stage]) + self.end()
 
     def in_places(self, stage: int, kept: int, recomputed: int) -> float:
-        """The least step in which so many kept and recomputed sets of `stage` find slots, one after the other."""
+        """The least step, in seconds, in which the slots of `stage` have time for so many kept and recomputed sets."""
         places = self.places[stage]
         if places is None:
             return 0.0
@@ -192,7 +190,7 @@ class _Links:
         return least
 
     def end(self) -> float:
-        """What is left of the last microbatch after its last turn, and what then comes on its stage."""
+        """Seconds from the step's last turn to its end: the rest of that backward, and the REDUCE_GRAD of its stage."""
         if self.first_backward == len(self.after):
             return 0.0
         return self.after[self.first_backward] + self.reduce.get(self.first_backward, 0.0)
@@ -241,7 +239,7 @@ def _bound(links: _Links, microbatches: int, recompute: Sequence[float]) -> floa
 
 
 def proven_gap(step_seconds: float, least_seconds: float) -> float:
-    """What a step takes more than any order must, as a part of that; 0: no order is faster."""
+    """How much longer a step is than the lower bound, as a fraction of the bound; 0: no order is faster."""
     gap = step_seconds / least_seconds - 1 if least_seconds > 0 else 0.0
     return gap if gap > 1e-9 else 0.0
 

@@ -90,7 +90,7 @@ def _place_violation(op: Op, rank: int, shape: Shape) -> str | None:
 
 
 def _segment_violation(op: Op, num_parts: int) -> str | None:
-    """Why `op` may not have its part, of a stage with so many; None: it may."""
+    """Why the part of `op` is wrong for a stage with `num_parts` parts: missing, not allowed or too large; None: it is right."""
     may_have = op.kind in _WITH_PARTS and num_parts > 1
     if op.part is None:
         return (
@@ -142,7 +142,7 @@ def each_backward(schedule: Schedule) -> Iterator[Violation]:
 
 
 def _incomplete(schedule: Schedule, direction: Direction, first_stage: int) -> Iterator[Violation]:
-    """Microbatches that do not pass a stage in exactly one of the ways of `direction`."""
+    """Ops that are missing or extra where a microbatch does not pass a stage exactly once in this direction."""
     kinds = {kind for way in PASS_SEQUENCES[direction] for kind in way}
     found: dict[tuple[int, int | None], list[Op]] = {}
     for rank in range(schedule.num_ranks):
@@ -264,7 +264,7 @@ def each_link_in_one_order(schedule: Schedule) -> Iterator[Violation]:
 
 
 def _reduces_with(schedule: Schedule, rank: int, other: int) -> list[Op]:
-    """Those of `rank` whose other end is on rank `other`."""
+    """The REDUCE_GRAD of `rank` whose other end is on rank `other`."""
     ops = schedule.lane(rank, Lane.REDUCE)
     return [op for op in ops if op.peer is not None and schedule.stage_ranks[op.peer] == other]
 

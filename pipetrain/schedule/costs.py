@@ -20,12 +20,12 @@ class Costs:
     `hop_backward` (gradients) one per edge, hence `num_stages - 1`. Where memory is known, `input_bytes` is the stage
     input that is stashed for one microbatch and `set_bytes` its whole set, one entry per stage.
 
-    `kept_bytes` are outputs that stay from F to B beside the input, although R runs (`recompute.selective`); part of `set_bytes`.
+    `kept_bytes` are bytes of outputs that `recompute.selective` stores from F to B, so that R need not compute them; part of `set_bytes`.
 
     If bytes are unknown, `input_share` is the stashed input as a fraction of a set, and `kept_share` that of the kept outputs.
 
-    `reduce` is the time in which a stage adds up all its gradients over the replicas, one entry per stage; empty: 0 s. A part takes its
-    share of it (`share_of`). `reduce_shared` is the time to add up a bucket with another stage; empty: as `reduce`.
+    `reduce` is the time in which a stage sums all its gradients over the replicas, one entry per stage; empty: 0 s. A part takes its
+    share of it (`share_of`). `reduce_shared` is the time to sum a bucket with another stage; empty: as `reduce`.
 
     `input_gradient` and `weight_gradient` are I and W, into which a schedule may split B; empty: half of B each.
 
@@ -61,8 +61,8 @@ class Costs:
         return len(self.forward)
 
     def of(self, kind: Kind, to_stage: bool = False) -> tuple[float, ...]:
-        """Seconds of an op of `kind`, per stage; of one that is said to be with another stage (`Op.peer`), if `to_stage`. A message takes
-        as long at both its ends; 0 where a stage has none.
+        """Seconds of an op of `kind`, per stage. With `to_stage` the op names another stage (`Op.peer`). A message takes the same time at
+        both ends, and 0 on a stage that has none.
 
         Raises:
             ValueError: nothing runs ops of this kind yet.
@@ -91,8 +91,8 @@ class Costs:
         kept_share: Spread | None = None,
         reduce: Spread | None = None,
     ) -> Costs:
-        """Costs from a number for all stages (edges, for `hop`) or a list with one number for each; None: half of B, or
-        unknown, or no time.
+        """Costs from numbers: one number for all stages (for `hop`: all edges), or a list with one for each. If None, `input_gradient` and
+        `weight_gradient` are half of B, the shares are unknown, and `reduce` takes no time.
 
         Raises:
             ValueError: a list of the wrong length, or a number that is negative, nan or infinite; the message names the key as `show` spells it.

@@ -4,12 +4,12 @@
     1F0,1I0,1F1,1W0,1I1,1W1         I and W are the halves of a B
     0F0,0R0.1,0B0.1,0R0.0,0B0.0     with recompute.segments=2 R and B of each part, from the last
 
-Without R, torch's own runtime reads the file. A file with R says itself which sets are recomputed, all others are kept;
-one without leaves that to the policy, unless its first line is the word
+torch's own runtime can read a file without R. If a file has R, these sets are recomputed and all others are kept. If it has none,
+the policy decides, unless the first line is the word
 
     keep                            all sets are kept
 
-torch's DualPipeV writes (0F3;3B1)OVERLAP_F_B for an F and a B whose kernels run at the same time: read as F, then B.
+torch's DualPipeV writes (0F3;3B1)OVERLAP_F_B for an F and a B whose kernels run at the same time. It is read as F, then B.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PAIRED = re.compile(rf"\(([^();]+);([^();]+)\){_PAIR}")
 
 
 def write_csv(schedule: Schedule) -> str:
-    """The text of the file; an R on a lane of its own is written before its B, or I, in `auto` where it may start."""
+    """The text of the file. An R on its own lane is written before its B or I; in the family `auto`, where it may start."""
     if schedule.family == AUTO:
         return csv_of_order(order_of(schedule))
     recomputed = {(op.stage, op.microbatch) for _, lane, op in schedule.ops() if lane is Lane.RECOMPUTE}
@@ -77,7 +77,7 @@ def read_csv(path: str | Path, shape: Shape) -> ComputeLanes:
 
 
 def order_of_csv(text: str, path: str, shape: Shape) -> ComputeLanes:
-    """The same of what a file at `path` would hold.
+    """As `read_csv`, for the text of a file; `path` names the file in errors.
 
     Raises:
         ValueError: as `read_csv`.
@@ -135,7 +135,7 @@ def pairs_in_csv(path: str) -> str | None:
 
 
 def _rows(text: str, path: str) -> tuple[list[list[tuple[str, Op]]], bool]:
-    """Per line with a cell in it the ops with their place, and whether the file keeps all sets."""
+    """For each line that has a cell, its ops with their positions (file, line and cell); and whether the file keeps all sets."""
     lines = [(line, cells) for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1) if cells]
     all_kept = bool(lines) and [cell.strip() for cell in lines[0][1] if cell.strip()] == [_ALL_KEPT]
     rows = []

@@ -59,8 +59,8 @@ def gpipe(shape: Shape) -> ComputeLanes:
     rank 1     F0 F1 F2 B0 .  B1 .  B2
     rank 2        F0 B0 F1 B1 F2 B2
 
-    A rank with several stages goes through them in their order and back, so that any placement will do: each lane is a
-    part of one order that nobody waits against, all F stage by stage and then all B from the last stage.
+    A rank with several stages runs the F of one stage after the other, then their B in reverse. So each lane is a part of one
+    order: all F stage by stage, then all B from the last stage. No op waits for a later one, so any placement works.
     """
     lanes: ComputeLanes = []
     microbatches = range(shape.num_microbatches)
@@ -100,8 +100,8 @@ def one_forward_one_backward(shape: Shape) -> ComputeLanes:
         rank 1     F0 F1 .  B0 F2 B1 F3 B2 .  B3           2 in flight
         rank 2        F0 B0 F1 B1 F2 B2 F3 B3              1 in flight
 
-    Stage s of p has min(m, p - s) forwards in flight, or more where `warmup` says so, up to GPipe's order. More of
-    them cover slow hops.
+    Stage s of p has min(m, p - s) forwards in flight. `warmup` may ask for more, up to GPipe's order; more of them cover
+    slow hops.
     """
     _one_stage_per_rank(shape, "1f1b")
     in_flight, microbatches = in_flight_of(shape), range(shape.num_microbatches)
@@ -124,14 +124,14 @@ def merge_in_turns(forwards: Sequence[Op], backwards: Sequence[Op], in_flight: i
 def in_flight_of(shape: Shape) -> tuple[int, ...]:
     """Forwards in flight per stage: the classic numbers, or those that `warmup` asks for.
 
-    One number w is for stage 0; the others have fewer in proportion to their distance from the last, so that each edge
-    has the same number of tensors under way: 1 + (w - 1) (p - 1 - s) / (p - 1), rounded up, and never more than m. With
-    w = p that is classic; with w = (m - 1) (p - 1) + 1 every stage but the last has all m in flight, as in GPipe.
-    (The same number on every stage would leave nothing under way and be slower than classic.)
+    One number w counts for stage 0. Stage s then has 1 + (w - 1) (p - 1 - s) / (p - 1), rounded up, and never more than m. So
+    each edge has the same number of tensors in transfer. With w = p these are the classic numbers. With w = (m - 1) (p - 1) + 1
+    every stage but the last has all m in flight, as in GPipe. (With the same number on every stage no edge would have a tensor
+    in transfer, and the step would be longer than with the classic numbers.)
 
     Raises:
-        ValueError: `warmup` is less than classic or more than GPipe, or grows from stage to stage (then stage s + 1
-            would wait for a forward that stage s runs after a backward of stage s + 1).
+        ValueError: a stage has fewer than the classic number, more than in GPipe, or more than the stage before it. (Then stage
+            s + 1 would wait for a forward that stage s runs after a backward of stage s + 1.)
     """
     stages, microbatches, warmup = shape.num_stages, shape.num_microbatches, shape.warmup
     classic = tuple(min(microbatches, stages - stage) for stage in range(stages))
@@ -173,9 +173,9 @@ def interleaved(shape: Shape) -> ComputeLanes:
         rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 0B3
         rank 1      1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
 
-    Forwards go through p microbatches on the rank's first stage, then the same on its next, and so on; backwards the
-    same from the last stage. Rank r of p with v stages runs 2 (p - r - 1) + (v - 1) p forwards ahead of the turns. For
-    a number of microbatches that p does not divide, it is the order of the next multiple without those beyond.
+    A rank runs p forwards on its first stage, then those of the same microbatches on its next stage, and so on. It runs
+    backwards likewise, from its last stage. Rank r of p with v stages runs 2 (p - r - 1) + (v - 1) p forwards before it
+    alternates F and B. If p does not divide m, the order is that of the next multiple of p, without the missing microbatches.
     """
     ranks = shape.num_ranks
     if spelling_of(shape.stage_ranks) != "loop":
@@ -208,14 +208,14 @@ def _in_groups(stages: Sequence[int], shape: Shape) -> list[tuple[int, int]]:
 
 
 def zero_bubble_h1(shape: Shape) -> ComputeLanes:
-    """1F1B in which each W is put off, as far as stage 0's memory allows on every stage (Qi et al. 2023, ZB-H1, section 2.1).
+    """1F1B that delays each W; every stage may hold as many sets as stage 0 (Qi et al. 2023, ZB-H1, section 2.1).
 
         rank 0  F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
         rank 1     F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         rank 2        F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-    Stage s of p has min(m, p - s) forwards in flight and runs the W of a microbatch after the I of the one s later, so no stage
-    holds more than p sets.
+    Stage s of p has min(m, p - s) forwards in flight. It runs the W of microbatch i after the I of microbatch i + s. So no
+    stage holds more than p sets.
     """
     _one_stage_per_rank(shape, "zb-h1")
     lanes = []
@@ -237,9 +237,9 @@ def zero_bubble_v(shape: Shape) -> ComputeLanes:
         rank 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
         rank 1      1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 2I3 1I2 1I3 1W2 2W3 1W3
 
-    Rank r of p runs 2 (p - r) - 1 forwards of its first stage, then forwards of both stages in turns, then backwards of its second
-    stage; after that one forward, one I and one W of each stage in turns, until no forward is left. The last r W of each stage run
-    at the end. This needs m = 2p microbatches; with fewer, the order is that of 2p without the missing ones.
+    Rank r of p runs F of its first stage 2 (p - r) - 1 times. It alternates F of both stages r times, then runs F I W of its second
+    stage p - r times. Then it alternates F I W of both stages until no F is left. The I that remain follow, some with their W. The
+    last r W of each stage come at the end. If m is less than 2p, the order is that of 2p, without the missing microbatches.
     A rank holds 2p sets of half its layers.
     """
     ranks = shape.num_ranks

@@ -76,10 +76,10 @@ def _partners(ops: list[Op], lanes: list[dict[Lane, range]], number: dict[Op, in
 
 
 def find_cycle(schedule: Schedule, chains: Sequence[Sequence[Op]] = ()) -> list[Op]:
-    """Ops of which each waits for the next and the last for the first; empty if the schedule comes to its end.
+    """A cycle of ops: each waits for the next, and the last for the first. Empty if the schedule ends.
 
-    The two ends of a transfer, which block until both may run, count as one. In each of `chains` an op starts when the
-    one before it has ended, besides all that the schedule says.
+    The two ends of a transfer, which block until both may run, count as one. The ops of each of `chains` also run one after the
+    other, in addition to the waits and queues of the schedule.
     """
     graph = op_graph(schedule)
     before = {}
@@ -101,9 +101,9 @@ def find_cycle(schedule: Schedule, chains: Sequence[Sequence[Op]] = ()) -> list[
 
 
 def run_order(graph: OpGraph, turns: Sequence[Any]) -> list[int]:
-    """The ops that get to run, in an order in which they may: of those whose turn it is, the one with the least of `turns` first.
+    """The ops that can run, in an order that obeys all waits and queues. Of several that may run next, the one with the least of `turns` is first.
 
-    The two ends of a transfer, with one and the same, come together: of a message its send, then its receive.
+    `turns` has a value per op. The two ends of a transfer come together, the send right before its receive.
     """
     pending = list(graph.num_before)
     queues = (lanes[lane] for lanes in graph.lanes for lane in (Lane.COMPUTE, Lane.RECOMPUTE))

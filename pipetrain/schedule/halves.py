@@ -32,7 +32,7 @@ Position = Callable[[Op], float]  # of an op in its rank's order: when it starts
 
 
 def is_split(draft: Schedule) -> bool:
-    """Whether the order itself has halves of backwards."""
+    """Whether the order already has I and W."""
     return any(op.kind is _REST for _, _, op in draft.ops())
 
 
@@ -51,18 +51,18 @@ def closed_up(draft: Schedule) -> Schedule:
 
 
 def orders_of_w(closed: Schedule, costs: Costs, given: Schedule | None = None) -> tuple[Schedule, ...]:
-    """`closed` with its W where they are or, in a family with an order of its own, where that has them; and where stages wait."""
+    """Orders to choose from: each W right behind its I, or where `given` has it; and each W where its rank would wait."""
     if given is None:
         return closed, _where_ranks_wait(closed, costs, max(peak_stash(closed), default=0))
     return _as_given(closed, given), _where_ranks_wait(closed, costs, max(peak_stash(given), default=0))
 
 
 def _where_ranks_wait(closed: Schedule, costs: Costs, most: int) -> Schedule:
-    """`closed` with each W where its rank would wait, in the order of the I, the rest at the end.
+    """`closed` with each W where its rank would otherwise wait. W keep the order of their I; the rest come at the end.
 
-    Found by a simulated step in which W stand in a lane of their own, whose turn comes when nothing else can run. Where
-    sets are kept without bound (`recompute.mode=never`) no stage holds more than `most`: put off to the end, W would
-    hold every microbatch of the last stage of 1F1B.
+    A simulated step finds these positions: in it, W are in a lane of their own, which runs when nothing else can. With
+    `recompute.mode=never` sets have no bound, so no stage may hold more than `most`. Otherwise all W would move to the end, and
+    the last stage of 1F1B would hold every microbatch.
     """
     needs = _needs(closed, most)
     late: list[list[Op]] = []
@@ -107,9 +107,9 @@ def _merged(compute: Sequence[Op], needs: Mapping[Op, Sequence[Op]], position: P
 
 
 def _needs(closed: Schedule, most: int | None) -> dict[Op, list[Op]]:
-    """For each op that needs an activation slot the W that must come before it: with K slots the n-th set waits for W n - K.
+    """For each op that opens a set, the W that must come before it. With K slots, set number n takes the slot that W number n - K frees.
 
-    The same holds of the stash, and of `most` sets where there are slots without bound.
+    The stash bounds the ops that open it in the same way. If there is no bound on slots, `most` takes their place.
     """
     needs: defaultdict[Op, list[Op]] = defaultdict(list)
     overlaps, never = closed.policy.mode is Mode.OVERLAP, closed.policy.mode is Mode.NEVER

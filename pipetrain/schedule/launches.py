@@ -1,27 +1,27 @@
 """The pass for devices: in which order each host launches its ops, and what transfers and their tensors wait for there.
 
 A device has streams: its host launches an op and goes on, perhaps by a whole step, while the device still waits for the
-first message. A host cannot take back a launch. A later op may have to wait for all earlier ones: a host waits for its
-whole device (the allocator does, and the loading of a kernel), streams share a queue of the hardware, or a device runs
-one transfer at a time. Any such wait may hang all ranks. So ranks launch in one order:
+first message. A host cannot take back a launch. An op may also wait for all ops that its rank launched before. For example,
+the allocator or the loading of a kernel waits for the whole device, streams share a queue of the hardware, or a device
+runs one transfer at a time. Any such wait may hang all ranks. So ranks launch in one order:
 
     all      0F0 0SEND_F0=1RECV_F0 0F1 1F0 0SEND_F1=1RECV_F1 1B0 1SEND_B0=0RECV_B0 1F1 ...
     rank 0   0F0 0SEND_F0          0F1     0SEND_F1              0RECV_B0              ...
     rank 1                1RECV_F0     1F0          1RECV_F1 1B0 1SEND_B0          1F1 ...
 
-    [1] an op stands behind all that it waits for, and the two ends of a transfer stand at one place. Then nothing waits for
-        what its own rank launches later, even if each op waits for all that its rank has launched before.
-    [2] R stands right behind the last op that it waits for. By then the host has got back memory only from backwards for
-        which the stream of R waits. So R may write into it at once, whatever the device still has to do.
-    [3] F waits for the third last SEND_F of its stage in front of it   0F3 <- 0SEND_F0      (bounds unsent results)
-        in the launch order, B for such a SEND_B
-    [4] a receive waits for the last compute op of its own rank that    0RECV_B0 <- 0F0      (earlier it can only wait)
-        its message depends on
+    [1] an op comes after all ops that it waits for, and the two ends of a transfer have one position. So no op waits for a
+        later op of its rank, even if each waits for all that its rank has launched before.
+    [2] R comes right after the last op that it waits for. So far the host has freed only sets whose backwards the stream of R
+        waits for. So R may use their memory at once, whatever the device still has to do.
+    [3] F waits for a SEND_F of its stage: the third last one before    0F3 <- 0SEND_F0      (bounds unsent outputs)
+        F in the launch order. B waits likewise for a SEND_B
+    [4] a message may depend on compute ops of the rank that receives   0RECV_B0 <- 0F0      (earlier it can only wait)
+        it: the receive waits for the last of these
 
 The order costs no time while the host is ahead: the waits decide when an op runs. [4] costs none either: its op ends before the
-message can come. [3] does not wait for a receiver that is slow, as in GPipe with a last stage that alternates F and B. There the
-next F would have to wait for the receiver's B. Memory is bounded however far the host is ahead: the host allocates and frees in its
-launch order, which is one of the timings that `alive.py` covers.
+message can come. If a receiver is slow, its messages come late in the launch order, so [3] does not make F wait for it. This happens
+in GPipe with a last stage that alternates F and B: there F would have to wait for the receiver's B. Memory is bounded however far the
+host is ahead: the host allocates and frees in launch order, which is one of the timings that `alive.py` covers.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 
-# Results may be on their way while the next is computed. Where hops take as long as F, a step takes up to a half longer with 1 of
-# them, up to 1.5 % with 2, and with 3 no longer, in any family and mode.
+# Outputs may be in transfer while the next is computed. If hops take as long as F, a step gets up to 50 % longer with 1 unsent output,
+# up to 1.5 % longer with 2, and no longer with 3, in any family and mode.
 MOST_UNSENT = 3
 
 Wait = tuple[Op, Op]  # (op, what it waits for)
@@ -51,7 +51,7 @@ Wait = tuple[Op, Op]  # (op, what it waits for)
 def for_device(schedule: Schedule) -> Schedule:
     """`schedule`, which `check` has passed, as devices run it: with its `launch_order` and waits of [2], [3] and [4].
 
-    All waits that it adds go along the one order, so that no circle can come of them. [2] adds a wait only where R waits for a message; no family makes one.
+    All added waits follow the one order, so they close no cycle. [2] adds a wait only to an R that waits for a message; no family has one.
     """
     waits = defaultdict(list, {op: list(awaited) for op, awaited in schedule.waits.items()})
     order = _one_order(schedule)
@@ -82,9 +82,9 @@ def _one_order(schedule: Schedule) -> list[Op]:
 
 
 def recomputed_too_early(schedule: Schedule) -> Iterator[tuple[Op, Op]]:
-    """Each R that its host launches after an op that reads a set, without coming after it on the device; and that op.
+    """Pairs (R, op): the host launches R after `op`, which reads a set, but the device may run R before `op` has ended.
 
-    When the host has launched such an op, the memory of its set is free for the next R.
+    When the host has launched `op`, the memory of its set is free for the next R.
     """
     for launched in schedule.launch_order:
         ended = _compute_ended(schedule, launched)
@@ -98,7 +98,7 @@ def recomputed_too_early(schedule: Schedule) -> Iterator[tuple[Op, Op]]:
 
 
 def _compute_ended(schedule: Schedule, launched: Sequence[Op]) -> dict[Op, int]:
-    """Of each op of a rank, how many ops of its compute lane have ended on the device when it starts, whatever the timing."""
+    """For each op of a rank, how many ops of its compute lane have ended on the device when it starts, whatever the timing."""
     at_start: dict[Op, int] = {}
     at_end: dict[Op, int] = {}
     for op in launched:

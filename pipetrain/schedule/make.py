@@ -86,7 +86,7 @@ def make(spec: ScheduleSpec) -> Schedule:
 
 
 def _in_order(spec: ScheduleSpec) -> Schedule:
-    """An order in which R has its place, too: one that was found before, or else that of the rule."""
+    """A schedule from an order that includes R: one that was found before (`spec.order`), or else that of the rule."""
     if spec.order is not None:
         return held_to(spec, spec.order)
     costs = spec.costs or Costs.spread(spec.num_stages)
@@ -120,7 +120,7 @@ def lanes_of_ranks(spec: ScheduleSpec, found: ListedOrder) -> ComputeLanes:
 
 
 def _split(spec: ScheduleSpec, ordered: Schedule) -> tuple[Schedule, OrdersOfW | None]:
-    """The order with each W right behind its I, and what finds the places of the W; or the order as it is."""
+    """The order with each W right behind its I, and the function that finds positions for W. If nothing is split: the order, and None."""
     if spec.family in ALWAYS_SPLIT:
         return closed_up(ordered), functools.partial(orders_of_w, given=ordered)
     if not spec.split_backward:
@@ -134,7 +134,7 @@ def _split(spec: ScheduleSpec, ordered: Schedule) -> tuple[Schedule, OrdersOfW |
 
 
 def _check_stash(draft: Schedule) -> None:
-    """The bound that `check` proves, in one line, before anything is made of an order that holds too much in any case."""
+    """Refuse, in one line, an order that exceeds the stash in any case. `check` would refuse it too, but only after all passes."""
     for op, violation in stash_within_bounds(draft):
         allowed = draft.policy.stash_of(op.stage)
         raise ValueError(f"pipeline.schedule={draft.family} recompute.stash={allowed}: {violation}")
@@ -149,7 +149,7 @@ def _ordered(spec: ScheduleSpec) -> ComputeLanes:
 
 
 def _checked(lanes: ComputeLanes, name: str, shape: Shape) -> ComputeLanes:
-    """What a generator gave; the passes rely on ops of stages and microbatches that there are."""
+    """The lanes of a generator or an order. Refuses ops whose stage or microbatch does not exist, because passes rely on them."""
     if len(lanes) != shape.num_ranks:
         raise ValueError(
             f"generator {name}: gave {len(lanes)} lanes; allowed is one per rank, which makes {shape.num_ranks}"
@@ -187,7 +187,7 @@ def _needed(ops: Sequence[Op], first_backward: int) -> tuple[Op, ...]:
 def lower(draft: Schedule, chosen: Sets, costs: Costs, orders: OrdersOfW | None = None) -> Schedule:
     """The passes, in order; `chosen` are the sets to keep besides those that B reads at once.
 
-    `orders` gives those to choose from, of a draft in which each W stands behind its I.
+    In a draft with I and W, each W is right behind its I. `orders` then makes the orders of W to choose from.
     """
     recomputed = add_recompute(draft, chosen)
     usual = _fastest([with_waits(order) for order in (orders(recomputed, costs) if orders else (recomputed,))], costs)

@@ -71,5 +71,5 @@ class Op:
 
 
 def queue_of(lane: Lane, op: Op) -> Queue:
-    """The queue in which an op of this lane stands: of messages one for each stage and kind, hence for each stage edge and direction."""
+    """The queue of an op in this lane. A message has one per stage and kind, hence per stage edge and direction."""
     return (op.stage, op.kind) if lane in MESSAGE_LANES else lane

@@ -25,7 +25,7 @@ from pipetrain.schedule.waits import add_waits
 
 
 def kept_patterns(draft: Schedule) -> Iterator[Sets]:
-    """The sets to keep by each pattern for which there are slots; none first, and none alone where there is nothing to choose."""
+    """The sets to keep, for each pattern for which there are slots. The first pattern keeps none; without a choice it is the only one."""
     yield frozenset()
     microbatches, policy = draft.num_microbatches, draft.policy
     stages = range(draft.first_backward, draft.num_stages)
@@ -47,10 +47,10 @@ _MOST_FOR_RECOMPUTE = 1  # slots that a pattern leaves to R alone: more of them 
 def fill_places(
     draft: Schedule, for_recompute: int, wanted: Container[int], *, from_the_end: bool = False
 ) -> frozenset[tuple[int, int]]:
-    """Keeps each wanted set for which its stage has an activation slot, in the order of F or, from the end, against it.
+    """Keeps each wanted set for which its stage has a free activation slot. `from_the_end` takes microbatches in reverse, not in the order of F.
 
-    Each stage leaves `for_recompute` of its slots to R at any time; a slot holds a set or a part of one. With 0 kept sets may fill all
-    slots, if each set that is not kept still finds one just before it is read.
+    Each stage leaves `for_recompute` of its slots to R at any time; a slot holds a set or a part of one. If that is none, kept sets may fill
+    all slots, but each set that is not kept must still find a slot just before it is read.
     """
     kept: set[tuple[int, int]] = set()
     at_once = kept_at_once(draft)
@@ -66,8 +66,8 @@ def fill_places(
 class _Places:
     """How many activation slots of one stage are taken while each of its ops runs, in the order of its compute lane.
 
-    A recomputed set needs at least one slot, for one part after the other, from its first reader to its last op. A kept set needs a slot
-    per part, from its F. An R can wait for a slot until just before the first reader, so no other need counts.
+    A recomputed set needs at least one slot from its first reader to its last op; its parts use it one after the other. A kept set
+    needs a slot per part, from its F. An R can wait for a slot until just before the first reader, so no other need counts.
     """
 
     def __init__(self, draft: Schedule, stage: int, for_recompute: int) -> None:

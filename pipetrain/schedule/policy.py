@@ -92,11 +92,11 @@ class RecomputePolicy:
 
     `sets` is the number of activation slots of a stage: one number, or a list with one per stage. A kept set takes a slot from
     its F to the end of its backward, a recomputed one from its R. An R waits until a slot is free. `keep` says whether named families
-    keep sets in free slots. None: `none` with one slot per stage, so that `inline` does what other libraries do; `auto` with more.
+    keep sets in free slots. Its default is `none` with one slot per stage, so that `inline` does what other libraries do, else `auto`.
     `stash` is the most microbatches that a stage may hold between F and the end of their backward, kept ones
     included; None: any number.
 
-    `selective`: which outputs stay from F to B although R runs, which then does not compute them; entries as `Outputs.parse` reads them.
+    `selective`: outputs that stay from F to B, so that R does not compute them; entries as `Outputs.parse` reads them.
 
     `keep_layers`: layers that are not recomputed, by number (3, "2-5") or by the name of their class: their saved tensors stay from F to B.
     A layer is kept likewise if it is found not to be a function of its input, its parameters, its buffers and its seed.
@@ -164,7 +164,7 @@ class RecomputePolicy:
 
     @property
     def most_sets(self) -> float:
-        """The sets of the stage that may have most."""
+        """The largest number of sets of any stage."""
         if self.sets is None:
             return 1
         return max(self.sets) if isinstance(self.sets, tuple) else self.sets
@@ -175,7 +175,7 @@ class RecomputePolicy:
         return self.segments != 1
 
     def for_replicas(self, num_replicas: int) -> RecomputePolicy:
-        """The policy where so many replicas run: of one, stages that are not recomputed need no parts."""
+        """The policy for `num_replicas` replicas. With one replica, a stage that is not recomputed needs no parts."""
         if num_replicas > 1 or self.mode is not Mode.NEVER or not self.in_parts:
             return self
         return replace(self, segments=1, sets=None, parts=(), shares=())
@@ -183,9 +183,9 @@ class RecomputePolicy:
     def of_layers(
         self, balance: Sequence[int], cut: CutStage | None = None, work: Sequence[float] | None = None
     ) -> RecomputePolicy:
-        """The policy for stages of so many layers: with the parts that it has already, where they are of such stages, else with
-        those of `cut`, and where that is None of equal numbers of layers. `work` of each layer is what the parts share a
-        stage's time by; None: their number.
+        """The policy for stages of `balance` layers. It keeps its parts if they fit these stages. Otherwise `cut` gives the parts;
+        without `cut` they have equal numbers of layers. `work` is a number per layer: the parts of a stage share its time in
+        proportion to it. Without `work` they share the time by their numbers of layers.
 
         Raises:
             ValueError: a stage has fewer layers than segments are wanted, or `sets` is no multiple of a part.
@@ -232,7 +232,7 @@ class RecomputePolicy:
         return self.segments
 
     def share_of(self, stage: int, part: int | None) -> float:
-        """What `part` is of the work of its stage, or of its layers; all of them: None."""
+        """The fraction of the stage's work that `part` has; if work is unknown, of its layers. None: the whole stage, 1."""
         if part is None:
             return 1.0
         if self.shares:
@@ -261,7 +261,7 @@ class RecomputePolicy:
 
     def check_layers(self, num_layers: int) -> None:
         """Raises:
-        ValueError: `selective` or `keep_layers` names a layer that a model of so many has not.
+        ValueError: `selective` or `keep_layers` names a layer that a model of `num_layers` layers does not have.
         """
         ends = [("keep_layers", text, named.stop) for text in self.keep_layers if (named := layer_numbers(text))]
         ends += [("selective", str(one), one.last + 1) for one in self.selective if one.last is not None]
@@ -273,7 +273,7 @@ class RecomputePolicy:
 
     def check_stages(self, num_stages: int) -> None:
         """Raises:
-        ValueError: a list that has not one number for each of `num_stages` stages.
+        ValueError: a list does not have one number for each of `num_stages` stages.
         """
         for key, value in (("sets", self.sets), ("stash", self.stash)):
             if isinstance(value, tuple) and len(value) != num_stages:

@@ -29,12 +29,12 @@ def add_recompute(schedule: Schedule, chosen: Sets = frozenset()) -> Schedule:
         in parts, inline      F0 F1 F2 R0.1 B0.1 R0.0 B0.0 R1.1 B1.1 ...
         in parts, never       F0 F1 F2 B0 B1 B2; with several replicas F0 F1 F2 B0 B1 B2.1 B2.0
 
-    The set of the last microbatch back goes in parts in any case where replicas add up the gradients of each: what follows the end
-    of the last B then is one part's.
+    With several replicas, the last B of a stage always runs in parts. Then only the gradients of one part are left to sum
+    after it.
 
     R follows the order of the ops that first read the sets (B, or I), also over several stages of a rank, so that the two
-    lanes cannot wait for each other in a circle. A schedule that comes with R or with kept sets, from a file or a
-    generator, has already said what is recomputed.
+    lanes cannot wait for each other in a cycle. If a schedule comes with R or with kept sets, from a file or a generator,
+    it decides itself what is recomputed.
 
     Raises:
         ValueError: the schedule itself has R, but the mode or the schedule says that their sets are kept.
@@ -94,7 +94,7 @@ def _with_lanes(schedule: Schedule, lanes: dict[Lane, tuple[Op, ...]], kept: Set
 
 
 def _with_parts(schedule: Schedule, compute: Sequence[Op], wanted: Callable[[Op], bool]) -> Iterator[Op]:
-    """`compute` with B of each part in the place of each B that is `wanted` or, with several replicas, its stage's last."""
+    """`compute` with a B per part in place of each B that is `wanted` and, with several replicas, of each stage's last B."""
     last = {op.stage: op for op in compute if op.kind in _FIRST_READERS}.values() if schedule.num_replicas > 1 else ()
     for op in compute:
         goes_in_parts = op.kind in _FIRST_READERS and op.part is None and (wanted(op) or op in last)
@@ -133,8 +133,8 @@ def hold_back(schedule: Schedule, ordered: Sequence[Sequence[Op]]) -> Schedule:
         compute                   F0 F1 F2 B0 F3 B1 ...
         recompute                 R1 R2 ...                     R2 waits for F3, also where a slot is free before
 
-    Its own waits let an R start as soon as a slot is free. Where the rank then waits for a message that comes before the R ends,
-    the next op starts late. Held back, no op starts later than in a run of the whole order, one op after the other.
+    Without this wait an R starts as soon as a slot is free. If the message of the rank's next op then arrives before the R ends, that
+    op starts late. With it, no op starts later than in a run of the whole order, one op after the other.
     """
     if schedule.policy.mode is not Mode.OVERLAP:
         return schedule  # R stands in the compute lane itself
@@ -150,9 +150,9 @@ def hold_back(schedule: Schedule, ordered: Sequence[Sequence[Op]]) -> Schedule:
 
 
 def order_of(schedule: Schedule) -> ComputeLanes:
-    """The ops of each rank one after the other; an R on a lane of its own stands where it may start, whatever the timing.
+    """The ops of each rank one after the other. An R on its own lane comes where its waits have ended, whatever the timing.
 
-    So `hold_back` makes it wait for nothing that it does not wait for in `schedule`.
+    So `hold_back` adds no wait that `schedule` does not already imply.
     """
     lanes = [list(_in_one_order(schedule, rank)) for rank in range(schedule.num_ranks)]
     return lanes if any(op.kind is RECOMPUTE for lane in lanes for op in lane) else AllKept(lanes)

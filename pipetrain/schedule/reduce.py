@@ -1,13 +1,13 @@
-"""The pass of reduces: gradients of parameters that have copies, added up when they are whole.
+"""The pass of reduces: sums the gradients of parameters that have copies, as soon as all backwards have added to them.
 
-Over the replicas, of each stage, or with `recompute.segments` of each of its parts, from the last:
+Over the replicas, one sum per stage; with `recompute.segments` one per part, the last part first:
 
     rank 1   compute  ... 1B2 1B3                            ... 1B3.2 1B3.1 1B3.0
              reduce               1REDUCE_GRAD.0                       1REDUCE_GRAD.2 1REDUCE_GRAD.1 1REDUCE_GRAD.0
     rank 0   compute  ...     0B2 0B3                        the same at the same places in every replica
              reduce                   0REDUCE_GRAD.0
 
-Where two stages share a parameter, each has a copy, and the two add up what they gave it:
+If two stages share a parameter, each has a copy, and the two sum their gradients:
 
     rank 3   compute  ... 3B6 3F7 3B7                        the last stage is done first
              reduce                   3REDUCE_GRAD.0>0 ====|
@@ -15,13 +15,12 @@ Where two stages share a parameter, each has a copy, and the two add up what the
              reduce                             0REDUCE_GRAD.0>3
 
     [1] a REDUCE_GRAD waits for the last op that may add to one of its gradients   3REDUCE_GRAD.0>0 <- 3B7   1REDUCE_GRAD.2 <- 1B3.2
-    [2] the REDUCE_GRAD over the replicas stand in the order in which they become ready: none that is ready waits for one that is not
+    [2] the REDUCE_GRAD over the replicas come in the order in which they become ready, so a ready one never waits for one that is not
     [3] the REDUCE_GRAD of two stages follow them, in one order on all ranks: first the pair whose lower stage is done first
 
-Nothing waits for a REDUCE_GRAD but the end of the step, so none can hold up an op. All replicas have the same lanes, so by [2] all of them
-start the same ones in the same order; by
-[3] no two ranks of a replica can stand in each other's way. Where both stages live on one rank there is one parameter, and nothing to add
-up between them. A parameter that two stages share is only in their shared bucket. All replicas then add it up over both stages.
+Only the end of the step waits for a REDUCE_GRAD, so none can delay an op. All replicas have the same lanes, so by [2] they start the same
+ones in the same order. By [3] no two ranks of a replica wait for each other. If both stages live on one rank, they have one parameter and
+nothing to sum. A parameter that two stages share is only in their shared bucket. All replicas then sum it over both stages.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from pipetrain.schedule.schedule import Schedule, in_parts
 
 
 def reduces_of(schedule: Schedule) -> tuple[Op, ...]:
-    """All REDUCE_GRAD that replicas and ties ask for: [2] stage by stage, then [3] in the order in which every rank has its own."""
+    """All REDUCE_GRAD that replicas and ties need: [2] stage by stage, then [3] in the order that all ranks share."""
     return (*_over_replicas(schedule), *_over_stages(schedule))
 
 
@@ -57,7 +56,7 @@ def _over_stages(schedule: Schedule) -> Iterator[Op]:
 
 
 def gradients_of(schedule: Schedule, reduce: Op) -> tuple[Op, ...]:
-    """The ops that may add to what `reduce` adds up, in their order: those of its part, and of the whole stage."""
+    """The ops that may add to the gradients that `reduce` sums, in order: those of its part, and those of the whole stage."""
     part = _part_of(schedule, reduce)
     compute = schedule.lane(schedule.stage_ranks[reduce.stage], Lane.COMPUTE)
     own = (op for op in compute if op.stage == reduce.stage and op.kind in GIVES_GRADIENTS)
@@ -65,7 +64,7 @@ def gradients_of(schedule: Schedule, reduce: Op) -> tuple[Op, ...]:
 
 
 def _part_of(schedule: Schedule, reduce: Op) -> int | None:
-    """The part of its stage whose gradients `reduce` adds up; None: of the whole stage."""
+    """The part of its stage whose gradients `reduce` sums; None: those of the whole stage."""
     return reduce.part if reduce.peer is None and schedule.policy.num_parts(reduce.stage) > 1 else None
 
 
@@ -86,7 +85,7 @@ def add_reduces(schedule: Schedule) -> Schedule:
 def in_turn(schedule: Schedule) -> list[Op]:
     """[2]: the REDUCE_GRAD over the replicas, per rank in the order in which the compute lane makes them ready.
 
-    Of several that one op makes ready the last part is first.
+    If one op makes several ready, the last part is first.
     """
     reduces = tuple(_over_replicas(schedule))
     ready = _ready(schedule, reduces)
@@ -94,7 +93,7 @@ def in_turn(schedule: Schedule) -> list[Op]:
 
 
 def _ready(schedule: Schedule, reduces: Sequence[Op]) -> dict[Op, tuple[int, Op]]:
-    """The last op that may add to what each adds up, and its place in its compute lane; nothing where there is none."""
+    """For each REDUCE_GRAD the last op that may add to its gradients, with its position in its compute lane; no entry if no op does."""
     last: dict[tuple[int, int | None], tuple[int, Op]] = {}  # by stage and part; part None: of the whole stage
     for rank in range(schedule.num_ranks):
         for place, op in enumerate(schedule.lane(rank, Lane.COMPUTE)):
@@ -106,10 +105,10 @@ def _ready(schedule: Schedule, reduces: Sequence[Op]) -> dict[Op, tuple[int, Op]
 
 
 def with_reduces(schedule: Schedule, tied: tuple[tuple[int, int], ...] = (), num_replicas: int = 1) -> Schedule:
-    """`schedule`, perhaps made without a word of the model and of replicas, for one in which the stages of `tied` share parameters and
-    which `num_replicas` run.
+    """`schedule` for a model in which the stages of `tied` share parameters, run by `num_replicas` replicas.
 
-    One that was made for several replicas keeps its REDUCE_GRAD for any other number of several.
+    It may have been made without ties and for one replica. One that was made for several replicas keeps its REDUCE_GRAD if there
+    are again several, in whatever number.
     """
     if schedule.tied != tied:
         assert not schedule.tied, f"a schedule of ties {schedule.tied} was given for {tied}"

@@ -1,6 +1,6 @@
 """A schedule is a value: per rank and lane an ordered list of ops, and what each op waits for.
 
-What runs a schedule, devices or `simulate`, obeys it as follows, and `check` proves that this comes to an end:
+Devices and `simulate` obey this rule, and `check` proves that the step ends under it:
 
     An op starts when every op in its waits has ended and the op before it in its queue has ended. For a message, the message
     before it in its queue only has to have started; the messages of one queue end in their order.
@@ -36,19 +36,19 @@ class Schedule:
     different edges do not wait for each other. `REDUCE` is one queue of transfers.
 
     `waits[op]` are the ops of the same rank that must have ended before `op` starts (for RECV: before it is posted), apart
-    from those before it in its queue. A RECV ends when its SEND does, and so do the two ends
-    of a REDUCE_GRAD, in all replicas; that pairing is not in `waits`.
+    from those before it in its queue. A RECV and its SEND end together, and so do the ends of a REDUCE_GRAD: both stages,
+    or all replicas. These pairs are not in `waits`.
 
     `kept` are the (stage, microbatch) whose set stays from F to the end of their backward; the others of a stage with a
     backward have an R. Stages below `first_backward` have no backward, no R and no gradient messages: nothing in them or
     before them needs a gradient. It is `num_stages` for a schedule of forwards only.
 
-    `transport_ahead` is a number of tensors per link: the waits let so many come in before they are used.
+    `transport_ahead` is the number of tensors per link that may arrive before they are used.
 
     `tied` are the pairs of stages (lower, higher) that share parameters: one bucket of gradients each, numbered in this order.
 
     `num_replicas` pipelines run this schedule side by side, each with microbatches of its own. With several, the gradients of each stage
-    are added up over them. Ranks are those of one replica.
+    are summed over them. Ranks are those of one replica.
 
     `launch_order[rank]` are all ops of a rank in the order in which its host launches them on a device (`launches.py`). It is
     empty where the host itself waits for messages: there an op starts as soon as it may.
@@ -91,7 +91,7 @@ class Schedule:
         return replace(self, lanes=tuple({**of_rank, Lane.COMPUTE: tuple(ops)} for of_rank, ops in pairs))
 
     def comes_after(self, op: Op) -> tuple[Op, ...]:
-        """All without whose end, or start in a queue of messages, `op` does not start: its waits, and the op before it in its queue."""
+        """What must have ended before `op` starts: its waits, and the op before it in its queue (a transfer only has to have started)."""
         before = self._before.get(op)
         return self.waits.get(op, ()) if before is None else (*self.waits.get(op, ()), before)
 
@@ -114,7 +114,7 @@ class Schedule:
 
     @functools.cached_property
     def _unusual_ways(self) -> dict[tuple[Direction, int, int | None], tuple[Op, ...]]:
-        """The way of each microbatch that does not pass a stage in the first way."""
+        """The way of each microbatch that passes a stage in another sequence than the default."""
         unusual = {
             kind: (direction, way) for direction, ways in PASS_SEQUENCES.items() for way in ways[1:] for kind in way
         }

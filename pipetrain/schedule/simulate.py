@@ -3,12 +3,12 @@
 The model, which is also what the runtime does:
 
 - A rank runs one op that computes at a time, to its end. When it is free it takes the head of its compute lane if all that
-  this op waits for has ended, otherwise the head of its recompute lane if that one may run. In the drafts of `halves.py` the
-  reduce lane holds W and comes last: so they show where a W would fill a wait.
+  this op waits for has ended, otherwise the head of its recompute lane if that one may run. `halves.py` simulates drafts that
+  hold W in the reduce lane. It comes last, so the result shows where a W would fill a wait.
 - A tensor travels when its send may start, its receive is posted and the tensor before it on the same link has
   arrived; send and receive end together. So do the two ends of a REDUCE_GRAD. None of them occupies the rank.
-- One replica is simulated; the others are assumed to keep pace with it. So a REDUCE_GRAD over the replicas starts when this replica's
-  may. Those of a rank run one after the other, as over one link.
+- One replica is simulated; the others are assumed to keep pace with it. So a REDUCE_GRAD over the replicas starts as soon as it may start
+  in this one. Those of a rank run one after the other, as over one link.
 """
 
 from __future__ import annotations

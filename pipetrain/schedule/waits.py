@@ -35,9 +35,9 @@ Wait = tuple[Op, Op]  # (op, what it waits for)
 def add_waits(schedule: Schedule, transport_ahead: int = 2) -> Schedule:
     """`schedule` with its waits; at most `transport_ahead` tensors of a link are received and not yet used.
 
-    The inputs that a stage stashes at once (all in GPipe, the warm-up in 1F1B) may all come early: the memory is theirs in any
-    case, and as unsent outputs they would take as much on the sender. 0 posts a receive just in time: when the op before
-    its consumer has ended.
+    A stage has memory for all inputs that it stashes at once (all in GPipe, the warm-up in 1F1B), so these may all come early.
+    Unsent, they would take as much memory on the sender. 0 posts a receive just in time: when the op before its consumer
+    has ended.
     """
     waits: defaultdict[Op, list[Op]] = defaultdict(list)
     stash = peak_stash(schedule)
@@ -91,7 +91,7 @@ def _overlapped_waits(schedule: Schedule, rank: int) -> Iterator[Wait]:
 
 
 def read_by(schedule: Schedule, recompute: Op) -> tuple[Op, ...]:
-    """The ops of the compute lane that read what an R brings, in order: those of its part, or of the whole way back."""
+    """The ops of the compute lane that read the set (or part) of an R, in order."""
     way = schedule.way(Direction.BACKWARD, recompute.stage, recompute.microbatch)
     return way if recompute.part is None else tuple(op for op in way if op.part == recompute.part)
 
@@ -100,7 +100,7 @@ class _Pool:
     """The activation slots of one stage, over its compute lane. A slot gets free only when the last op of a set, or of a part, ends.
 
     While such an op runs, each kept set takes its slots if its F has started and the set has not ended. A recomputed set that has
-    not ended may take a slot if its R stands earlier in the recompute lane: this R may have run by then.
+    not ended may take one too, if its R comes before the R in question in the recompute lane.
     """
 
     def __init__(self, schedule: Schedule, stage: int, compute: tuple[Op, ...]) -> None:
@@ -121,7 +121,7 @@ class _Pool:
                 kept -= places_freed(schedule, op) * is_kept
 
     def last_full_before(self, recompute: Op) -> Op | None:
-        """The last op before what `recompute` brings is read during which no slot is free for it; None: one always is."""
+        """The op that `recompute` waits for: the last during which no slot is free, before its set is read. None: one is always free."""
         way = read_by(self._schedule, recompute)
         read, end = (self._place.get(op, len(self._compute)) for op in (way[0], way[-1]))
         found = None
@@ -164,7 +164,7 @@ def _goes(op: Op, direction: Direction) -> bool:
 
 
 def _first_use(schedule: Schedule, compute: tuple[Op, ...], place: int) -> int:
-    """Where the tensor that the op at `place` takes is waited for first: by its inline R, perhaps with W between the two."""
+    """The position of the first op that needs the tensor received for the op at `place`: its inline R, if it has one."""
     reader = compute[place]
     if schedule.policy.mode is Mode.INLINE and _goes(reader, Direction.BACKWARD):
         recompute = Op(reader.stage, RECOMPUTE, reader.microbatch, reader.part)

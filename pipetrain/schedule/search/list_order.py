@@ -4,16 +4,16 @@ A stage that is free takes the first of these that it can:
 
     [1] the next B that has its gradient and its set
     [2] the next R, in the order of B, that finds a slot, if its gradient is here, or no F may run, or the rule prefers it
-    [3] an F whose input is here, while fewer microbatches are in flight than its limit; its set is kept where that leaves
-        each earlier one in flight an activation slot
-    [4] where the backward is split, the next W: also before an R or an F that finds no slot because of it
+    [3] an F whose input is here, if fewer microbatches are in flight than the limit. Its set is kept if the earlier ones in
+        flight still find an activation slot
+    [4] with a split backward, the next W; it goes before an R or an F that needs the slot that W frees
 
 With 4 stages and 2 slots, F 1, B 2 and R 1 long (kept: 0 and 1 on rank 0, 0 and 1 on rank 1 ...):
 
     rank 0  F0 F1 F2 F3 F4 F5 .  .  .  B0 -- R2 B1 -- R3 B2 ...
     rank 1     F0 F1 F2 F3 .  .  B0 -- F4 R2 B1 -- ...
 
-Graham (1966) calls this list scheduling. The limits, and what R yields to, are the best of a few: the rule is run with each.
+Graham (1966) calls this list scheduling. The rule runs with several limits and preferences between F and R; the best result counts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class OrderProblem:
         return PASS_SEQUENCES[Direction.BACKWARD][-1 if self.split_backward else 0]
 
     def least_seconds(self) -> float:
-        """What no order's step is shorter than, whatever sets it keeps."""
+        """A lower bound, in seconds, on the step of every order, whatever sets it keeps."""
         policy = replace(self.policy, keep=Keep.AUTO)
         first, split = self.first_backward, self.split_backward
         return bound(self.costs, self.num_microbatches, policy=policy, first_backward=first, split_backward=split)
@@ -78,7 +78,7 @@ class OrderProblem:
         return (_FORWARD, *((RECOMPUTE,) if self.chooses(stage) else ()), *self.way_back)
 
     def places_of(self, stage: int) -> int:
-        """Places of `stage`, for a set or a part of one each; as many as all microbatches need where nothing bounds them."""
+        """Activation slots of `stage`, each for a set or a part of one. If nothing bounds them, as many as all microbatches need."""
         most = self._most_places(stage)
         return min(self.policy.places_of(stage) or most, most)
 
@@ -91,7 +91,7 @@ class OrderProblem:
 
 
 class Prefers(enum.Enum):
-    """What a stage does that could run F or R."""
+    """What a stage runs if it could run an F or an R. TURNS: the R if the last op was an F."""
 
     F = "F"
     TURNS = "turns"
@@ -102,9 +102,9 @@ class Prefers(enum.Enum):
 class ListRule:
     """What the rule leaves open.
 
-    `limits` are the microbatches that each stage may have in flight. With `next_only` no R runs before its gradient is here but the
-    one of the next B. `not_kept` are (stage, microbatch) whose set is not kept, though there may be a slot, and `first` those whose F goes
-    before a B that could run: what comes of it on the stages behind may be worth the wait.
+    `limits` are the microbatches that each stage may have in flight. With `next_only`, R of the next B may run before its gradient is
+    here, but no other R may. `not_kept` are sets (stage, microbatch) that are not kept even if a slot is free. `first` are the F that go
+    before a B that could run: to give the later stages work may be worth the delay.
     """
 
     limits: tuple[int, ...]
@@ -125,14 +125,14 @@ class Effort:
 
 @dataclass(frozen=True)
 class ListedOrder:
-    """The ops of each stage one after the other, R where it runs; and when the last of them ends."""
+    """The ops of each stage one after the other, R included, and the time at which the last of them ends."""
 
     lanes: tuple[tuple[Op, ...], ...]
     seconds: float
 
 
 def list_order(problem: OrderProblem) -> ListedOrder:
-    """The order of the rule, with those limits and that preference with which its step is shortest."""
+    """The order of the rule, with the limits and the preference that give the shortest step."""
     return min((list_by(problem, rule) for rule in rules_of(problem)), key=lambda order: order.seconds)
 
 
@@ -170,7 +170,7 @@ def list_by(problem: OrderProblem, rule: ListRule) -> ListedOrder:
 
 
 class _Stage:
-    """What one stage has done, holds and has been sent. Counts are of microbatches: all go in their order."""
+    """The state of one stage: what it has done, holds and has received. Counts are of microbatches, which come in their order."""
 
     def __init__(self, problem: OrderProblem, stage: int, rule: ListRule) -> None:
         turn, *rest = problem.way_back
@@ -275,7 +275,7 @@ class _Stage:
         return Op(self._stage, self._kinds[what], number, part)
 
     def _can_keep(self, number: int) -> bool:
-        """Whether slots are free that no earlier microbatch in flight needs: the first without a set needs one before any later ends."""
+        """Whether this set may take slots. If an earlier microbatch in flight has no set yet, one slot must stay free for it."""
         if number in self._not_kept or self._alive + self._parts > self._places:
             return False
         return self._without_set == number or (len(self._later) + 1) * self._parts < self._places
@@ -311,7 +311,7 @@ class _Listing:
         return ListedOrder(tuple(tuple(stage.lane) for stage in stages), end)
 
     def _send(self, stage: int, what: int, ended: float) -> None:
-        """What an F or a B that has `ended` gives to the next stage on its way."""
+        """Sends the output of the F or backward that `ended` to the next stage in its direction."""
         stages, costs = self._stages, self._problem.costs
         own = stages[stage]
         if not writes_boundary(own.lane[-1]):
@@ -329,16 +329,16 @@ class _Listing:
         heapq.heappush(self._moments, (arrivals[number], stage))
 
 
-# Better orders by changing the rule a little at a time: what there is without ortools, and where its search starts --------------------
+# Better orders by small changes of the rule: the only search without ortools, and the start of the one with it -------------------------
 #
-# A step changes the limit of a stage, what it prefers, which sets it may keep, or which F go before a B, and stays where that is no
+# A move changes the limit of a stage, what it prefers, which sets it may keep, or which F go before a B. It counts if the order is no
 # slower (Hansen and Mladenovic 1997 call it a reduced variable neighbourhood search: one to three changes at a time, at random).
-# Where stages are recomputed in parts, many rules give steps of one length, and the way to a shorter one leads over longer ones: there a
-# slower rule may be gone to as well, ever less likely (Kirkpatrick, Gelatt and Vecchi 1983, simulated annealing).
+# If stages are recomputed in parts, many rules give steps of equal length, and only longer steps lead to a shorter one. There the search
+# also accepts a slower rule, less and less often (Kirkpatrick, Gelatt and Vecchi 1983, simulated annealing).
 
 _MOST_CHANGES = 3
 _SEED = 0
-_WARMTH = 0.005  # of a step, at the start: a rule that is so much slower is gone to with a chance of 1/e
+_WARMTH = 0.005  # of a step, at the start: a rule that is so much slower is accepted with a chance of 1/e
 _COLD = 0.03  # of that, at the end
 
 

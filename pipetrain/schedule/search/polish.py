@@ -84,7 +84,7 @@ def _solved(solver: Any, model: Any) -> int:
 
 
 def _unit(costs: Costs, step_seconds: float) -> float:
-    """Of what the times are whole numbers, exactly or near enough."""
+    """The unit of time: all times are whole multiples of it, or it is a small part of the step."""
     times = [seconds for kind in Kind if kind.row.cost for seconds in costs.of(kind)]
     for denominator in _DENOMINATORS:
         if all(math.isclose(time * denominator, round(time * denominator), rel_tol=1e-12) for time in times):
@@ -111,7 +111,7 @@ def _in_units(costs: Costs, unit: float) -> Costs:
 
 
 class _Model:
-    """The variables and rules of one problem, whose costs are whole numbers. `least` is what `bound` knows; `hints` is when each op starts
+    """The variables and rules of one problem, whose costs are whole numbers. `least` is the lower bound of `bound`; `hints` is when each op starts
     in the schedule that the search starts from."""
 
     def __init__(self, cp_model: Any, problem: OrderProblem, hints: Mapping[Op, int]) -> None:
@@ -241,7 +241,9 @@ class _Model:
                     self.model.Add(self._start[again] >= arrived).OnlyEnforceIf(self._kept[stage, i].Not())
 
     def _add_sums(self, stage: int) -> None:
-        """The step has room for all the work of a stage, and its slots for all its sets, between the way there and the way back."""
+        """Two sums per stage: its work, and the time that its sets hold slots. Both fit between the first microbatch's arrival and the last
+        one's way back to stage 0.
+        """
         problem, costs = self._problem, self._problem.costs
         places, microbatches = problem.places_of(stage), problem.num_microbatches
         turn, *rest = (costs.of(kind) for kind in problem.way_back)

@@ -90,7 +90,7 @@ def best_schedule(
 
 
 def _schedules(spec: ScheduleSpec, known: CachedOrder | None = None) -> Iterator[Schedule]:
-    """What there is without a search: what was found before, the rule's, those of named families."""
+    """The candidates without a search: the order found before, the rule's, those of named families."""
     yield from [] if known is None else _sound(spec, known.order)
     yield make(spec)
     policy = replace(spec.policy, keep=Keep.AUTO)
@@ -105,7 +105,7 @@ def _schedules(spec: ScheduleSpec, known: CachedOrder | None = None) -> Iterator
 
 
 def _searched(spec: ScheduleSpec, costs: Costs, start: FoundSchedule, effort: Effort) -> FoundSchedule:
-    """What a search finds from there; at least `start`."""
+    """The best schedule that a search finds from `start`, or `start`."""
     problem = problem_of(spec, costs)
     polishes = can_polish() and not spec.policy.in_parts and spec.num_stages * spec.num_microbatches <= _MOST_POLISHED
     first = replace(effort, seconds=effort.seconds * _SHARE_OF_CLIMB) if polishes else effort
@@ -119,9 +119,9 @@ def _searched(spec: ScheduleSpec, costs: Costs, start: FoundSchedule, effort: Ef
 
 
 def _sound(spec: ScheduleSpec, order: ComputeLanes) -> list[Schedule]:
-    """The schedule of an order that comes from elsewhere; none where it cannot run.
+    """The schedule of an order from the cache or a solver; none if it cannot run.
 
-    A file may be another hand's, and in a model of whole numbers ops of no length may change places.
+    A file of the cache may be damaged. In a solver's whole numbers, ops of length 0 may change places.
     """
     with contextlib.suppress(ValueError):
         schedule = held_to(spec, order)
