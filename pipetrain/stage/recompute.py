@@ -52,7 +52,7 @@ class Recompute:
         self._failure: RuntimeError | None = None
 
     def start_layer(self) -> AbstractContextManager[object] | None:
-        """R goes on to its next layer, which runs under what this returns; None: F has kept its set, so that it does not run.
+        """R comes to its next layer. Returns the context in which it runs; None: it does not run, because F has kept its saved tensors.
 
         Raises:
             SetComplete: R need not go on.
@@ -86,7 +86,7 @@ class Recompute:
             raise SetComplete
 
     def _compare(self, tensor: Tensor) -> None:
-        """As `_fill`, for a proof, or where casts are told."""
+        """As `_fill`, but compares the tensor in a proof, or reports it to the weight casts."""
         if self._late.casts is not None:
             self._late.casts.see_again(tensor)
         if self._proof is None:
@@ -115,7 +115,7 @@ class Recompute:
         self.fail("takes a gradient inside the layer, which F did not")
 
     def raise_what_was_meant(self) -> None:
-        """A layer has raised something, or returned: what the hooks had raised through it before counts.
+        """Called when a layer has raised or returned. It may have caught an exception of the hooks, which is raised again here.
 
         Raises SetComplete, RecomputeMismatch.
         """
@@ -152,8 +152,8 @@ class Recompute:
     def end(self, own: Set[int] = frozenset(), size: SetSize | None = None) -> None:
         """R is done: every slot is full and what fills it has not changed. `size` is that of sets of this kind.
 
-        `own` are storages that stood in for buffers: what looks into them shares a version with the buffer, which other
-        microbatches change.
+        `own` are storages that R read in place of buffers. A view into one shares its version counter with the buffer, which
+        other microbatches change.
 
         Raises:
             RecomputeMismatch: R ended before it had saved what F saved; or the proof found another value.

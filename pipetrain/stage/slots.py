@@ -227,7 +227,7 @@ class LateBoundSet:
                 slot.fill(view_into(copies[key], slot.tensor))
 
     def count(self, size: SetSize) -> None:
-        """Tell the meter of what fills the slots, for as long as there is one of them; with a split backward of each by itself."""
+        """Count the tensors in the slots in the meter, until the last of these slots is gone. With a split backward each slot counts by itself."""
         filled = [(slot, slot.tensor) for slot in self.slots if slot.tensor is not None and slot.counted is None]
         tensors = (tensor for _, tensor in filled)
         if self._split:
@@ -248,7 +248,7 @@ class LateBoundSet:
         return self.end > 0
 
     def last_signatures(self) -> Sequence[Signature]:
-        """Of what the last layer that R fills slots of has saved."""
+        """The signatures of the tensors saved by the last layer whose slots R fills."""
         start = self.starts[bisect_right(self.starts, self.end - 1) - 1] if self.end else 0
         return self.signatures[start : self.end]
 
@@ -295,7 +295,7 @@ class LateBoundSet:
 
     @property
     def saved_outputs_bytes(self) -> int:
-        """Of these, what the slots have as well, which are filled."""
+        """Bytes of the kept outputs that are in filled slots as well."""
         if self.outputs is None:
             return 0
         return self.outputs.bytes_in({slot.storage() for slot in self.slots})

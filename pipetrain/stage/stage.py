@@ -210,7 +210,7 @@ class Stage:
         held.deferral = self.weights.begin(late.refuse_hooks) if split else None
 
     def _may_witness(self) -> bool:
-        """Not on a GPU, where bits may differ and a checksum waits; nor where a layer changes what an earlier one has saved."""
+        """Whether F and R may take checksums: not on a GPU (bits may differ, a checksum waits), nor if a layer changes what an earlier one saved."""
         return self.device.type == "cpu" and self._stop is not Stop.AT_END
 
     def _run_forward(
@@ -283,7 +283,7 @@ class Stage:
         return output
 
     def weighted_loss(self, loss_fn: LossFn, output: Any, given: StageInput, added: AddedLosses) -> Tensor:
-        """What the last layer of the last stage is followed by."""
+        """The loss of the microbatch with added losses, times its weight. It runs after the last layer of the last stage."""
         loss = loss_fn(output, given.target)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -294,7 +294,7 @@ class Stage:
         return added.added_to(loss) * given.weight
 
     def _detached(self, held: Held, outputs: Any) -> StageOutput:
-        """What leaves the stage; the graph of F is held by its edges, so that the memory of an output is free once it is sent."""
+        """The output without its graph. The stage holds gradient edges, not the output, so an output's memory is free once it is sent."""
         leaves, spec = pytree.tree_flatten(outputs)
         results, wants, detached = list[Any](), list[bool](), dict[int, Tensor]()
         for leaf in leaves:
@@ -442,7 +442,7 @@ class Stage:
             self._deferred[microbatch] = deferral
         if roots:
             self._run_backward(held, roots, seeds)
-        if deferral is not None:  # its place must have room for either
+        if deferral is not None:  # the activation slot must have room for either
             self.set_bytes[microbatch] = max(self.set_bytes.get(microbatch, 0), deferral.num_bytes)
         held.size = None
         if held.late is not None:
@@ -476,7 +476,7 @@ class Stage:
         self._versions.clear()
 
     def _release(self, held: Held) -> None:
-        """Stop counting the input, and what a kept set shares with it or with the output: B frees both."""
+        """Stop counting the input, and the tensors that a kept set shares with the input or the output: B frees all of them."""
         for _, key in held.counted:
             self.meter.release(key)
         held.counted.clear()
