@@ -125,8 +125,8 @@ def idle_places(schedule: Schedule) -> str | None:
         return None
     sets = list(policy.sets) if isinstance(policy.sets, tuple) else policy.sets
     effect = (
-        "with as many places nothing is recomputed there, as with recompute.mode=never"
+        "with as many slots nothing is recomputed there, as with recompute.mode=never"
         if policy.keeps
-        else ("more places change nothing")
+        else ("more slots change nothing")
     )
     return f"recompute.sets={sets}: {who} more than {most} microbatches between F and B; {effect}"

@@ -133,7 +133,7 @@ def each_forward(schedule: Schedule) -> Iterator[Violation]:
 
 
 def each_backward(schedule: Schedule) -> Iterator[Violation]:
-    """Each stage runs one B, a B of each part, or one I and one W, for each microbatch, and none where nothing needs a gradient."""
+    """For each microbatch a stage runs one B, one B per part, or one I and one W; none if nothing needs a gradient."""
     yield from _incomplete(schedule, Direction.BACKWARD, schedule.first_backward)
     backward = {kind for way in PASS_SEQUENCES[Direction.BACKWARD] for kind in way}
     for _, _, op in schedule.ops():
@@ -164,9 +164,9 @@ def _incomplete(schedule: Schedule, direction: Direction, first_stage: int) -> I
 
 
 def each_set_kept_or_recomputed(schedule: Schedule) -> Iterator[Violation]:
-    """A set is either kept from F to the end of its backward or brought back by one R, or one of each part, as the policy says.
+    """Each set is kept from F to the end of its backward, or recomputed by one R (one R per part), as the policy says.
 
-    What comes back in parts goes in parts; what is kept may, or as a whole.
+    If R runs in parts, B runs in parts as well. After a kept set B may run whole or in parts.
     """
     present = {op for _, _, op in schedule.ops() if op.kind is RECOMPUTE}
     recomputed = {(op.stage, op.microbatch) for op in present}
@@ -185,7 +185,7 @@ def each_set_kept_or_recomputed(schedule: Schedule) -> Iterator[Violation]:
                 yield from ((one, "is missing: the set is not kept") for one in expected if one not in present)
                 first, *_ = schedule.way(Direction.BACKWARD, stage, microbatch)
                 if first.part is None and len(expected) > 1:
-                    yield first, "the set comes back in parts"
+                    yield first, "its set is recomputed in parts, so B must run in parts too"
     for stage, microbatch in schedule.kept:
         if not 0 <= stage < schedule.num_stages or not 0 <= microbatch < schedule.num_microbatches:
             yield (
@@ -211,12 +211,12 @@ def _reading_order(op: Op) -> tuple[int, str, int, int]:
 
 
 def each_shared_gradient(schedule: Schedule) -> Iterator[Violation]:
-    """Stages that share a parameter and live on two ranks add up its gradients once, and no others do."""
+    """Two stages on two ranks that share a parameter sum its gradients once; no other stages do."""
     yield from _reduces_where(schedule, over_stages=True, unasked="reduces a parameter that no two stages share")
 
 
 def each_gradient_of_replicas(schedule: Schedule) -> Iterator[Violation]:
-    """With several replicas each stage with a backward adds up its gradients over them, a bucket for each part; with one, none does."""
+    """With several replicas, each stage with a backward sums its gradients over them, one bucket per part; one replica sums nothing."""
     replicas = schedule.num_replicas
     unasked = "there is one replica" if replicas == 1 else f"is no bucket of {replicas} replicas"
     yield from _reduces_where(schedule, over_stages=False, unasked=unasked)
@@ -230,7 +230,7 @@ def _reduces_where(schedule: Schedule, *, over_stages: bool, unasked: str) -> It
 
 
 def each_reduce_in_its_turn(schedule: Schedule) -> Iterator[Violation]:
-    """A rank adds up over the replicas in the order in which its gradients become ready, of one stage the last part first."""
+    """A rank sums gradients over the replicas in the order in which they become ready; within a stage, the last part is first."""
     turns = {op: number for number, op in enumerate(in_turn(schedule))}
     queues: dict[int, list[Op]] = {}
     for rank, lane, op in schedule.ops():
@@ -243,7 +243,7 @@ def each_reduce_in_its_turn(schedule: Schedule) -> Iterator[Violation]:
 
 
 def each_link_in_one_order(schedule: Schedule) -> Iterator[Violation]:
-    """The sends and the receives of a link stand in the same order on both ends, and so do the REDUCE_GRAD that two ranks share."""
+    """Both ends of a link have its messages in the same order, and two ranks have their shared REDUCE_GRAD in the same order."""
     sends: dict[tuple[int, Kind], list[Op]] = {}
     receives: dict[tuple[int, Kind], list[Op]] = {}
     for _, lane, op in schedule.ops():
@@ -270,7 +270,7 @@ def _reduces_with(schedule: Schedule, rank: int, other: int) -> list[Op]:
 
 
 def each_wait_is_for_an_op(schedule: Schedule) -> Iterator[Violation]:
-    """Each wait is one of an op in the schedule for an op of the same rank: of other ranks an executor knows nothing."""
+    """An op of the schedule waits only for ops of its own rank, because an executor does not know the others."""
     home = {op: rank for rank, _, op in schedule.ops()}
     for op, awaited in schedule.waits.items():
         if op not in home:
@@ -284,7 +284,7 @@ def each_wait_is_for_an_op(schedule: Schedule) -> Iterator[Violation]:
 
 
 def each_op_after_what_it_reads(schedule: Schedule) -> Iterator[Violation]:
-    """An op comes after what it reads: by the order of its queue, or by a wait of its own or of an op before it."""
+    """An op comes after the ops whose results it reads: by the order of its queue, its own wait, or the wait of an op before it."""
     places: dict[Op, tuple[tuple[int, Queue], int]] = {}
     queues: dict[tuple[int, Queue], list[Op]] = {}
     for rank, lane, op in schedule.ops():
@@ -328,9 +328,9 @@ def _reads(schedule: Schedule, op: Op) -> Iterator[Op]:
 
 
 def deadlock_free(schedule: Schedule) -> Iterator[Violation]:
-    """There is no deadlock, also when each end of a transfer blocks until the other one is there.
+    """There is no deadlock, even if each end of a transfer blocks until the other end is ready.
 
-    The two ends of a transfer count as one node that comes after all that either waits for; the schedule ends if and
+    The two ends of a transfer count as one node, which comes after all that either end waits for. The schedule ends if and
     only if this graph, with the order of the lanes, has no cycle (Kahn 1962).
     """
     yield from _cycle(find_cycle(schedule))
@@ -343,7 +343,7 @@ def _cycle(cycle: list[Op]) -> Iterator[Violation]:
 
 
 def each_op_is_launched(schedule: Schedule) -> Iterator[Violation]:
-    """A rank that launches ahead launches each of its ops once, after what the op waits for and the op before it in its queue."""
+    """A rank that launches ahead launches each op once, after the ops that it waits for and the op before it in its queue."""
     if not schedule.launch_order:
         return
     home = {op: rank for rank, _, op in schedule.ops()}
@@ -364,34 +364,34 @@ def each_op_is_launched(schedule: Schedule) -> Iterator[Violation]:
 
 
 def launched_in_one_order(schedule: Schedule) -> Iterator[Violation]:
-    """There is no deadlock, also when an op waits for all that its rank has launched before: a host may wait for its device.
+    """There is no deadlock, even if an op waits for all that its rank has launched before, because a host waits for its device.
 
-    So may streams that share a queue of the hardware, and transfers, of which NCCL promises to run but one at a time. It holds if there is one order of all ops, a message one of them,
-    in which each rank launches its own; and then whichever hosts wait, and wherever.
+    Streams that share a queue of the hardware may wait in this way too, and so may transfers: NCCL promises to run only one at a time.
+    The rule holds if all ops have one order, in which a message is one op, and each rank launches its own ops in it.
     """
     if schedule.launch_order:
         yield from _cycle(find_cycle(schedule, schedule.launch_order))
 
 
 def each_recompute_gets_free_memory(schedule: Schedule) -> Iterator[Violation]:
-    """An R that is launched when a set has been given back comes after the op that has read it, on the device as well."""
+    """An R that is launched after an op that reads a set also runs after it on the device, because it may get that set's memory."""
     for op, reader in recomputed_too_early(schedule):
         yield op, f"is launched behind {reader}, but does not come after it"
 
 
 def sets_within_bounds(schedule: Schedule) -> Iterator[Violation]:
-    """A stage never has more sets alive, kept or recomputed, than its places (recompute.sets)."""
+    """A stage never has more sets alive, kept or recomputed, than activation slots (recompute.sets)."""
     for stage, peak in enumerate(peak_sets(schedule)):
         places = schedule.policy.places_of(stage)
         if places is not None and peak.places > places:
             for_stage = f" for stage {stage}" if isinstance(schedule.policy.sets, tuple) else ""
             of = " of one part each" if schedule.policy.in_parts else ""
-            fault = f"stage {stage} may have {peak.sets:g} sets alive, its places{of} are {places}"
+            fault = f"stage {stage} may have {peak.sets:g} sets alive, its activation slots{of} are {places}"
             yield peak.op, f"{fault}; use recompute.sets={peak.sets:g}{for_stage}, or an order with fewer"
 
 
 def stash_within_bounds(schedule: Schedule) -> Iterator[Violation]:
-    """No stage holds more microbatches between F and the end of their backward than its stash allows (recompute.stash)."""
+    """No stage holds more microbatches between F and the end of their backward than recompute.stash allows."""
     for stage, held in enumerate(peak_stash(schedule)):
         allowed = schedule.policy.stash_of(stage)
         if allowed is not None and held > allowed:

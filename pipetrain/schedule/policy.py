@@ -294,7 +294,7 @@ class RecomputePolicy:
             below, above = math.floor(places) / parts, math.ceil(places) / parts
             allowed = f"{below:.4g} or {above:.4g}" if below else f"{above:.4g}"
             raise ValueError(
-                f"recompute.sets={wanted:g}: stage {stage} has {parts} parts (recompute.segments={self.segments}), and a place is "
+                f"recompute.sets={wanted:g}: stage {stage} has {parts} parts (recompute.segments={self.segments}), and a slot is "
                 f"for one of them, so allowed are multiples of 1/{parts}; use {allowed}"
             )
 
@@ -324,7 +324,7 @@ def _sets(value: Any, *, in_parts: bool) -> Any:
     if in_parts:
         allowed = "a number above 0, a multiple of 1 / recompute.segments"
         return _per_stage("recompute.sets", value, allowed, lambda number: 0 < number < math.inf)
-    return _per_stage("recompute.sets", value, f"{_WHOLE} (B needs a place for its set)", _is_whole)
+    return _per_stage("recompute.sets", value, f"{_WHOLE} (B needs a slot for its set)", _is_whole)
 
 
 def _per_stage(key: str, value: Any, allowed: str, fits: Callable[[float], bool]) -> Any:

@@ -147,7 +147,9 @@ def test_no_room_at_all_is_named() -> None:
     def keeping_all(shape: Shape) -> ComputeLanes:
         return AllKept(gpipe(shape))
 
-    with pytest.raises(ScheduleError, match=r"stage 0 may have 4 sets alive, its places are 1; use recompute.sets=4"):
+    with pytest.raises(
+        ScheduleError, match=r"stage 0 may have 4 sets alive, its activation slots are 1; use recompute.sets=4"
+    ):
         check(make_schedule(keeping_all, num_stages=3, num_microbatches=4, split_backward=True))
 
 

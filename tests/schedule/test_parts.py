@@ -134,7 +134,7 @@ REFUSED = {
     "segments=half": ({"segments": "half"}, "recompute.segments='half': allowed are 1 or more parts, sqrt or layers"),
     "sets=0.3": (
         {"segments": 4, "sets": 0.3},
-        "recompute.sets=0.3: stage 0 has 4 parts (recompute.segments=4), and a place is for one of them, so allowed are",
+        "recompute.sets=0.3: stage 0 has 4 parts (recompute.segments=4), and a slot is for one of them, so allowed are",
     ),
     "sets=0.1": ({"segments": 4, "sets": 0.1}, "allowed are multiples of 1/4; use 0.25"),
     "sets of whole stages": ({"sets": 1.5}, "recompute.sets=1.5: allowed is a whole number, 1 or more"),

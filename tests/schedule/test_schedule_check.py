@@ -81,7 +81,7 @@ BROKEN = {
     "parts in order": (in_parts(("1R1.2 1B1.2 1R1.1 1B1.1", "1R1.1 1B1.1 1R1.2 1B1.2")), "does not wait for 1B1.2"),
     "whole b of parts": (
         in_parts(("1R1.2 1B1.2 1R1.1 1B1.1 1R1.0 1B1.0", "1R1.2 1R1.1 1R1.0 1B1")),
-        "comes back in parts",
+        "1B1: its set is recomputed in parts, so B must run in parts too",
     ),
     "a kept set, whole and in parts": (
         edited(1, Lane.COMPUTE, ("1B2.2", "1B2.2 1B2"), schedule=ALL_KEPT),
@@ -89,7 +89,7 @@ BROKEN = {
     ),
     "places of parts": (
         in_parts(("1R1.2 1B1.2 1R1.1 1B1.1", "1R1.2 1R1.1 1B1.2 1B1.1")),
-        "may have 0.666667 sets alive, its places of one part each are 1; use recompute.sets=0.666667, or",
+        "may have 0.666667 sets alive, its activation slots of one part each are 1; use recompute.sets=0.666667, or",
     ),
     "each_forward": (edited(1, Lane.COMPUTE, ("1F1", "")), "1F1: is missing"),
     "each_backward": (edited(1, Lane.COMPUTE, ("1B1", "")), "1B1: is missing"),
@@ -148,7 +148,7 @@ BROKEN = {
     ),
     "places": (
         rewaited("1R1", "1F1", "1F2"),
-        "stage 1 may have 2 sets alive, its places are 1; use recompute.sets=2, or",
+        "stage 1 may have 2 sets alive, its activation slots are 1; use recompute.sets=2, or",
     ),
     "stash_within_bounds": (
         dataclasses.replace(VALID, policy=RecomputePolicy(stash=(3, 2, 1))),
@@ -177,7 +177,7 @@ def test_keeping_more_than_the_policy_allows() -> None:
     check(kept)
     for fewer, found in ((2, "use recompute.sets=3, or"), ((2, 3, 3), "use recompute.sets=3 for stage 0, or")):
         greedy = dataclasses.replace(kept, policy=RecomputePolicy(sets=fewer))
-        with pytest.raises(ScheduleError, match=f"may have 3 sets alive, its places are 2; {found}"):
+        with pytest.raises(ScheduleError, match=f"may have 3 sets alive, its activation slots are 2; {found}"):
             check(greedy)
     with pytest.raises(ValueError, match=r"recompute.sets=\[3, 3\] has 2 numbers for 3 stages"):
         check(dataclasses.replace(kept, policy=RecomputePolicy(sets=(3, 3))))
@@ -187,7 +187,7 @@ def test_the_error_shows_rule_op_and_grid() -> None:
     with pytest.raises(ScheduleError) as error:
         check(rewaited("1B1", "1RECV_B1"))
     assert str(error.value) == (
-        "An op comes after what it reads: by the order of its queue, or by a wait of its own or of an op before it.\n"
+        "An op comes after the ops whose results it reads: by the order of its queue, its own wait, or the wait of an op before it.\n"
         "1B1: does not wait for 1R1\n"
         "rank 0  compute   0F0 0F1 0F2 0B0 0B1 0B2\n"
         "rank 1  compute   1F0 1F1 1F2 1B0 [1B1] 1B2\n"

@@ -128,7 +128,7 @@ def test_r_waits_beside_a_kept_set_of_later() -> None:
     assert schedule.kept == {(0, 2)}
     assert waits(schedule, "0R1") == {"0F1", "0B0"}
     one = dataclasses.replace(policy, sets=1)
-    with pytest.raises(ScheduleError, match="stage 0 may have 2 sets alive, its places are 1"):
+    with pytest.raises(ScheduleError, match="stage 0 may have 2 sets alive, its activation slots are 1"):
         check(make_schedule(order, num_stages=1, num_microbatches=3, recompute=one))
 
 
@@ -160,7 +160,7 @@ def test_early_r_goes_into_a_gap_where_a_place_is_free() -> None:
             RecomputePolicy(sets=5),
             "recompute.sets=5: no stage has more than 4 microbatches between F and B; with as many",
         ),
-        (RecomputePolicy(sets=5, keep=Keep.NONE), "between F and B; more places change nothing"),
+        (RecomputePolicy(sets=5, keep=Keep.NONE), "between F and B; more slots change nothing"),
         (RecomputePolicy(sets=(4, 4, 2)), "recompute.sets=[4, 4, 2]: stage 2 never has more than 1 microbatches"),
         (RecomputePolicy("never", sets=9), None),  # type: ignore[arg-type]
     ],
