@@ -255,7 +255,7 @@ def test_what_was_found_is_kept(tmp_path: Path, searches: list[Effort]) -> None:
     assert not (tmp_path / "orders").exists()
     first = seek(Effort(30))
     assert (first.seconds, first.least_seconds) == (69, 68)
-    assert said == ["seeking an order for pipeline.schedule=auto, for 30 s at most (pipeline.search_seconds)"]
+    assert said == ["searching for an order for pipeline.schedule=auto, for 30 s at most (pipeline.search_seconds)"]
     assert seek(Effort(30)) == seek(Effort(20)) == first
     assert searches == [Effort(27)], "known"
     assert seek(Effort(40)) == first

@@ -152,7 +152,7 @@ def test_a_run_in_the_best_order(tmp_path: pathlib.Path, halves: bool) -> None:
     assert plain.returncode == 0, plain.stderr
     done = complete(tmp_path, ["env", f"XDG_CACHE_HOME={tmp_path}", *PIPETRAIN, *typed, "run_dir=best"])
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("seeking an order") <= 1, "the ranks do not seek again"
+    assert done.stderr.count("searching for an order") <= 1, "the ranks do not search again"
     assert "the step of pipeline.schedule=auto" in done.stderr
     losses = [
         [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
@@ -180,7 +180,7 @@ def test_ctrl_c_ends_a_search(tmp_path: pathlib.Path) -> None:
     times = [f"pipeline.search_seconds={2 * PATIENCE_SECONDS}", f"timeout_seconds={NEVER_SECONDS}"]
     with begin(tmp_path, [*PIPETRAIN[:-1], *typed.split(), *times], XDG_CACHE_HOME=str(tmp_path)) as process:
         assert process.stderr is not None
-        assert "seeking an order" in process.stderr.readline()
+        assert "searching for an order" in process.stderr.readline()
         before = cpu_seconds(process.pid)
         wait_until(lambda: cpu_seconds(process.pid) > before + 0.5, process)  # into the search
         process.send_signal(signal.SIGINT)

@@ -82,7 +82,9 @@ def best_schedule(
     found = _found(spec, costs, _schedules(spec, known), 0.0 if known is None else known.least_seconds)
     if found.is_proven or (known is not None and known.searched_seconds >= effort.seconds):
         return found
-    say(f"seeking an order for pipeline.schedule=auto, for {effort.seconds:g} s at most (pipeline.search_seconds)")
+    say(
+        f"searching for an order for pipeline.schedule=auto, for {effort.seconds:g} s at most (pipeline.search_seconds)"
+    )
     found = _searched(spec, costs, found, effort)
     if cache is not None:
         write_order(cache, spec, costs, CachedOrder(order_of(found.schedule), found.least_seconds, effort.seconds))
