@@ -103,7 +103,7 @@ def train(config: RunConfig) -> Outcome:
 
             keep_files(find_source(str(config.model.path), config.model.revision), folder.model)
         steps = _steps(config, phases, data, spec, folder, group, stack)
-        signum = steps.run(lambda: group.largest(stop.signum))
+        signum = steps.run(lambda: group.largest(steps.request(stop.signum)))
         steps.report(signum)
         steps.finish(group)
         group.largest(0)  # nobody leaves before everything is written

@@ -131,10 +131,10 @@ def _submit_job(config: RunConfig, arguments: Arguments, ranks_per_node: int) ->
         python=sys.executable,
         name=config.experiment,
     )
-    if config.snapshot.every_steps is None:
+    if config.snapshot.every_steps is None and config.snapshot.every_minutes is None:
         say(
-            "snapshot.every_steps is not set: the job saves only when it is asked to stop, and a lost machine costs the whole run; "
-            "snapshot=regular saves every 100 steps"
+            "neither snapshot.every_steps nor snapshot.every_minutes is set: the job saves only when it is asked to stop, and a lost machine "
+            "costs the whole run; snapshot=minutes saves every 10 minutes"
         )
     if arguments.dry_run:
         print(script, end="")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -48,7 +49,8 @@ class Carried(Protocol):
 
 
 class Snapshots:
-    """Every rank has one and calls the same methods. `data` is the fingerprint of the text; `replica`, which of `plan` this rank is in.
+    """Every rank has one and calls the same methods. `data` is the fingerprint of the text; `replica`, which of `plan` this rank is in;
+    `clock`, in seconds.
 
     Raises ValueError: what `resume` or `init_from` names cannot be used; the same on every rank.
     """
@@ -62,8 +64,11 @@ class Snapshots:
         *,
         data: str | None = None,
         replica: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
+        self._clock = clock
+        self._saved_at = clock()
         self._replica = replica
         self._plan = plan
         self._ranks = ranks
@@ -108,15 +113,21 @@ class Snapshots:
         elif self._config.init_from is not None:
             _initialize(model, Path(self._config.init_from), from_file)
 
-    def is_due(self, step: int, *, stopping: bool) -> bool:
-        """Whether `after_step` saves."""
-        every = self._config.snapshot.every_steps
-        return stopping or (every is not None and step % every == 0)
+    def clock_asks(self) -> bool:
+        """Whether rank 0's clock asks for a snapshot. Clocks differ, so the ranks have to agree on it; another rank never asks."""
+        minutes = self._config.snapshot.every_minutes
+        return self._ranks.rank == 0 and minutes is not None and self._clock() - self._saved_at >= 60 * minutes
 
-    def after_step(self, step: int, *, stopping: bool) -> None:
+    def is_due(self, step: int, *, asked: bool) -> bool:
+        """Whether `after_step` saves; `asked`: by a clock, or because the run stops."""
+        every = self._config.snapshot.every_steps
+        return asked or (every is not None and step % every == 0)
+
+    def after_step(self, step: int, *, stopping: bool, by_clock: bool = False) -> None:
         """Save where it is time to, or where the run stops; then this waits until that is done. Collective."""
         self._saver.poll()
-        if self.is_due(step, stopping=stopping):
+        if self.is_due(step, asked=stopping or by_clock):
+            self._saved_at = self._clock()
             assert self._model is not None
             assert self._optimizer is not None
             guard, tokens = ({} if one is None else one.state_dict() for one in (self._guard, self._tokens))

@@ -109,6 +109,20 @@ MUTANTS = (
         ("tests/train/test_over_replicas.py", "-k", "compared"),
     ),
     Mutant(
+        "each rank saves by its own clock",
+        "pipetrain/snapshot/session.py",
+        "self._ranks.rank == 0 and minutes is not None",
+        "minutes is not None",
+        ("tests/train/test_saves.py", "tests/snapshot/test_session.py", "-k", "clock"),
+    ),
+    Mutant(
+        "a request for a snapshot is taken for a signal",
+        "pipetrain/trainer/steps.py",
+        "return 2 * signum + self.snapshots.clock_asks()",
+        "return 2 * (signum + self.snapshots.clock_asks())",
+        ("tests/train/test_saves.py", "-k", "clock"),
+    ),
+    Mutant(
         "every replica writes the weights at the end",
         "pipetrain/trainer/steps.py",
         "Shard(at.stage if at.replica == 0 else None, plan.num_ranks)",
