@@ -24,7 +24,7 @@ from pipetrain.comm.failure import PipelineError
 from pipetrain.comm.group import Group, join_group
 from pipetrain.comm.own_device import set_variables_of_gpus
 from pipetrain.comm.transport import PINNED
-from pipetrain.config.load import as_yaml, load, read
+from pipetrain.config.load import as_yaml, load_config, read
 from pipetrain.config.phases import Phase, naming_phase, phases_of
 from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, RunConfig
 from pipetrain.config.together import check_run, with_steps
@@ -284,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def work(rank: int) -> Outcome:
         try:
-            config = load(sys.argv[1:] if arguments is None else arguments)
+            config = load_config(sys.argv[1:] if arguments is None else arguments)
             check_run(config)
             check_engine(config)
             check_trackers(config.observe)
