@@ -9,15 +9,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pipetrain.models.trained import Model, Optimizer, Sharded
-
-try:
-    import numpy as np
-except ImportError:  # the library does not need it, and then nobody draws from its generator
-    np = None  # type: ignore[assignment]
 
 
 class Part(StrEnum):
@@ -171,7 +167,7 @@ def restore_generators(saved: Mapping[str, Tensor], device: torch.device) -> Non
     if "python" in saved:
         version, numbers, gauss = _json_of(saved["python"])
         random.setstate((version, tuple(numbers), gauss))
-    if "numpy" in saved and np is not None:
+    if "numpy" in saved:
         np.random.set_state(tuple(_json_of(saved["numpy"])))
 
 
@@ -205,10 +201,9 @@ def _generators(device: torch.device) -> Tensors:
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
+    kind, numbers, *rest = np.random.get_state(legacy=True)
     states["python"] = _bytes_of(random.getstate())
-    if np is not None:
-        kind, numbers, *rest = np.random.get_state(legacy=True)
-        states["numpy"] = _bytes_of((kind, np.asarray(numbers).tolist(), *rest))
+    states["numpy"] = _bytes_of((kind, np.asarray(numbers).tolist(), *rest))
     return states
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import pathlib
 import random
 import shutil
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from ranks import PATIENCE_SECONDS, run_ranks
+from saved import CPU, saver_of, state_of
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -21,6 +25,7 @@ from pipetrain.config.records import RunConfig
 from pipetrain.snapshot import saver as saver_module
 from pipetrain.snapshot.files import path_of, steps_in
 from pipetrain.snapshot.session import Snapshots
+from pipetrain.snapshot.state import tensors_of
 from pipetrain.snapshot.tensors import Image
 
 SAVED_AT, MORE = 3, 10
@@ -263,7 +268,8 @@ def test_so_many_are_kept_as_each_save_says(loop: Loop, tmp_path: pathlib.Path) 
 
 def test_a_snapshot_gets_its_name_while_steps_go_on(loop: Loop, tmp_path: pathlib.Path) -> None:
     loop.save(tmp_path)
-    while not steps_in(tmp_path):
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not steps_in(tmp_path) and time.monotonic() < deadline:
         step(loop.pipeline, loop.optimizer, loop.scheduler)
     assert steps_in(tmp_path) == [1]
 
@@ -278,6 +284,37 @@ def test_an_optimizer_without_hooks_is_copied_at_once(loop: Loop, tmp_path: path
     step(loop.pipeline, loop.optimizer, loop.scheduler)
     loop.load(tmp_path)
     assert torch.equal(loop.weight(), before)
+
+
+def test_a_loop_takes_the_snapshot_of_a_run(loop: Loop, tmp_path: pathlib.Path) -> None:
+    """All but the options, which a run has from its configuration."""
+    saver = saver_of(tmp_path / "snapshots")
+    saver.save(state_of(8), tensors_of(loop.pipeline, loop.optimizer, CPU))
+    saver.wait()
+    before, moment = loop.weight(), loop.optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    loop.optimizer.param_groups[0]["lr"] = 0.5
+    step(loop.pipeline, loop.optimizer, loop.scheduler)
+    assert loop.load(tmp_path) == {}
+    assert (loop.pipeline.step_index, loop.pipeline.seed) == (8, 3)
+    assert torch.equal(loop.weight(), before)
+    assert torch.equal(loop.optimizer.state_dict()["state"][0]["exp_avg"], moment)
+    assert loop.optimizer.param_groups[0]["lr"] == 0.25
+
+
+WITHOUT_THE_TRAINER = """
+import sys
+for name in ("omegaconf", "hydra", "rich"):
+    sys.modules[name] = None
+import torch, pipetrain
+with pipetrain.Pipeline([torch.nn.Linear(2, 2)], torch.nn.functional.mse_loss, num_microbatches=1) as pipeline:
+    optimizer = torch.optim.AdamW(pipeline.parameters())
+    pipetrain.save(sys.argv[1], pipeline, optimizer, extra=[1])
+    assert pipetrain.load(sys.argv[1], pipeline, optimizer) == [1]
+"""
+
+
+def test_a_loop_needs_nothing_of_what_only_the_trainer_needs(tmp_path: pathlib.Path) -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", WITHOUT_THE_TRAINER, str(tmp_path)], check=True)
 
 
 SCHEDULERS: dict[str, Any] = {
