@@ -133,7 +133,7 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> Path | None:
         return snapshot
     if damaged:
         raise SnapshotDamaged(
-            f"{damaged[0]}, and no snapshot in {folder} is whole: remove them to start from step 1, or choose another folder (of a run: run_dir)"
+            f"{damaged[0]}, and no snapshot in {folder} is whole: remove them to start from step 1, or choose another run_dir (in your own loop: another folder)"
         )
     return None
 
