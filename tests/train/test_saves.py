@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipetrain import train as rank
 from pipetrain.config.load import load_config
+from pipetrain.launcher.outcome import Exit
 from pipetrain.snapshot import saver as saver_module
 from pipetrain.snapshot.files import path_of, steps_in
 from pipetrain.snapshot.reader import Snapshot
@@ -81,7 +82,8 @@ def with_clocks_that_differ(folder: str) -> list[int]:
     clock = first.__next__ if dist.get_rank() == 0 else iter(range(0, 10**6, 1000)).__next__
     Snapshots.__init__ = partialmethod(Snapshots.__init__, clock=clock)  # type: ignore[assignment]
     options = [*OPTIONS.replace("pipeline.num_stages=1", "pipeline.num_stages=2").split()[:-1], "snapshot=minutes"]
-    rank.train(load_config([*options, f"data.path={folder}/text", f"run_dir={folder}/run"]))
+    outcome = rank.train(load_config([*options, f"data.path={folder}/text", f"run_dir={folder}/run"]))
+    assert outcome.code == Exit.DONE
     return steps_in(pathlib.Path(folder, "run", "snapshots"))
 
 
