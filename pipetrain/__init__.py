@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pipetrain.schedule.policy import RecomputePolicy
     from pipetrain.schedule.schedule import Schedule
     from pipetrain.schedule.simulate import simulate
+    from pipetrain.snapshot.own_loop import load, save
     from pipetrain.stage.added_losses import add_loss
 
 __version__ = "0.1.0"
@@ -40,6 +41,8 @@ _HOME = {
     "bound": "pipetrain.schedule.bound",
     "reference_step": "pipetrain.runtime.reference",
     "add_loss": "pipetrain.stage.added_losses",
+    "load": "pipetrain.snapshot.own_loop",
+    "save": "pipetrain.snapshot.own_loop",
 }
 
 __all__ = [
@@ -53,9 +56,11 @@ __all__ = [
     "add_loss",
     "bound",
     "check",
+    "load",
     "make_plan",
     "make_schedule",
     "reference_step",
+    "save",
     "simulate",
 ]
 

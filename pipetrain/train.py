@@ -24,7 +24,7 @@ from pipetrain.comm.failure import PipelineError
 from pipetrain.comm.group import Group, join_group
 from pipetrain.comm.own_device import set_variables_of_gpus
 from pipetrain.comm.transport import PINNED
-from pipetrain.config.load import as_yaml, load, read
+from pipetrain.config.load import as_yaml, load_config, read
 from pipetrain.config.phases import Phase, naming_phase, phases_of
 from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, RunConfig
 from pipetrain.config.together import check_run, with_steps
@@ -103,7 +103,7 @@ def train(config: RunConfig) -> Outcome:
 
             keep_files(find_source(str(config.model.path), config.model.revision), folder.model)
         steps = _steps(config, phases, data, spec, folder, group, stack)
-        signum = steps.run(lambda: group.largest(stop.signum))
+        signum = steps.run(lambda: group.largest(steps.request(stop.signum)))
         steps.report(signum)
         steps.finish(group)
         group.largest(0)  # nobody leaves before everything is written
@@ -284,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def work(rank: int) -> Outcome:
         try:
-            config = load(sys.argv[1:] if arguments is None else arguments)
+            config = load_config(sys.argv[1:] if arguments is None else arguments)
             check_run(config)
             check_engine(config)
             check_trackers(config.observe)

@@ -19,23 +19,23 @@ MOST_LINES = 500
 # Lines that a room of the package may have, all counted. What makes one longer says why in its commit; what makes it shorter takes
 # the figure down.
 ROOMS = {
-    "__init__.py": 70,
+    "__init__.py": 75,
     "cli": 1370,
     "comm": 3830,
     "config": 1350,
     "data": 2140,
     "engine": 1140,
     "launcher": 820,
-    "models": 3460,
+    "models": 3465,
     "monitor": 3140,
     "optim": 330,
     "plan": 1350,
-    "runtime": 4810,
+    "runtime": 4820,
     "schedule": 4970,
-    "snapshot": 1150,
+    "snapshot": 1455,
     "stage": 5100,
     "train.py": 320,
-    "trainer": 1280,
+    "trainer": 1290,
     "verify": 1190,
 }
 # Files of the package that are longer than a file should be, and how long they may be until they are cut.

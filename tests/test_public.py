@@ -22,9 +22,11 @@ NAMES = {
     "add_loss",
     "bound",
     "check",
+    "load",
     "make_plan",
     "make_schedule",
     "reference_step",
+    "save",
     "simulate",
 }
 
@@ -63,6 +65,8 @@ SIGNATURES = {
     "Op": "stage kind microbatch=None part=None peer=None",
     "Whole": "value",
     "add_loss": "loss",
+    "save": "folder pipeline optimizer * scheduler=None extra=None keep_last=None",
+    "load": "folder pipeline optimizer * scheduler=None",
 }
 
 

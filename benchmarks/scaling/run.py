@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipetrain.comm.gloo import GlooEnd, GlooReducer
-from pipetrain.config.load import load
+from pipetrain.config.load import load_config
 from pipetrain.data.batch import Batch
 from pipetrain.engine.engine import make_engine
 from pipetrain.models.spec import make_spec
@@ -84,7 +84,7 @@ def run(options: Options) -> Result:
 
 def mesh_of_case(overrides: Sequence[str]) -> Mesh:
     """What `pipetrain show --mesh` says of it."""
-    config = load([*MODEL, *overrides])
+    config = load_config([*MODEL, *overrides])
     mesh, unknown = predict_mesh(config, predict(config).schedule)
     assert not unknown, unknown
     return mesh
@@ -93,7 +93,7 @@ def mesh_of_case(overrides: Sequence[str]) -> Mesh:
 def count_step(overrides: Sequence[str]) -> Figures:
     """On one rank: the second step of a run of random tokens, its messages counted as they are handed to gloo."""
     counts = _Counts()
-    config = load([*MODEL, *overrides])
+    config = load_config([*MODEL, *overrides])
     made = prepare(config, dist.get_world_size())
     engine = make_engine(
         config,

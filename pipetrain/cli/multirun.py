@@ -27,7 +27,7 @@ from hydra.errors import HydraException
 
 from pipetrain.cli.main import Arguments, present, refuse
 from pipetrain.cli.report_command import reported
-from pipetrain.config.load import conf_dir, load
+from pipetrain.config.load import conf_dir, load_config
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import RunConfig
 from pipetrain.config.secrets import check_override
@@ -170,7 +170,7 @@ def _check_jobs(jobs: Sequence[Job], check: Callable[[RunConfig], object]) -> st
     seen: dict[Path, int] = {}
     for job in jobs:
         try:
-            config = load(job.overrides)
+            config = load_config(job.overrides)
             check(config)
         except ValueError as error:
             raise ConfigError(f"job {job.number} ({' '.join(job.overrides)}): {error}") from error

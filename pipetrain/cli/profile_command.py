@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from pipetrain.cli.main import Arguments, Command, Parser, add_json, add_overrides, present, say
-from pipetrain.config.load import load
+from pipetrain.config.load import load_config
 from pipetrain.config.records import WEIGHTS_IN, RunConfig
 from pipetrain.config.together import check_run
 from pipetrain.engine.available import check_engine
@@ -33,7 +33,7 @@ def _add_arguments(parser: Parser) -> None:
 def _profile(arguments: Arguments) -> int:
     if arguments.rounds < 1:
         raise ValueError(f"--rounds={arguments.rounds}: allowed is 1 or more")
-    config = load(arguments.overrides)
+    config = load_config(arguments.overrides)
     profile = _measured(config, arguments.rounds)
     Path(arguments.out).write_text(profile.as_json())
     advice = advice_of(profile, config.pipeline.num_microbatches)

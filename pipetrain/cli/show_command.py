@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.cli.main import Arguments, Command, Parser, add_json, add_overrides, present
-from pipetrain.config.load import load
+from pipetrain.config.load import load_config
 from pipetrain.config.phases import phases_of
 from pipetrain.config.records import RunConfig
 from pipetrain.launcher.outcome import Exit
@@ -65,14 +65,14 @@ def _show(arguments: Arguments) -> int:
 
 
 def _predicted(overrides: Sequence[str], phase: int | None) -> tuple[RunConfig, Shown]:
-    config = load(overrides)
+    config = load_config(overrides)
     if config.plan.profile is not None:
         # The schedule has the stages and microbatches of that run, unless the user sets others.
         profile = read_profile(config.plan.profile)
         if profile.costs is not None:
             keys = {"num_stages": profile.costs.num_stages, "num_microbatches": profile.num_microbatches}
             overrides = [*(f"pipeline.{key}={value}" for key, value in keys.items()), *overrides]
-            config = load(overrides)
+            config = load_config(overrides)
     phases = phases_of(config)
     if phase is not None and not 0 <= phase < len(phases):
         there = f"there are phases 0 to {len(phases) - 1}" if config.phases else "the run has no phases"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipetrain.cli.main import Arguments, Command, Parser, add_overrides, say
-from pipetrain.config.load import load
+from pipetrain.config.load import load_config
 from pipetrain.config.records import RunConfig
 from pipetrain.launcher.outcome import Exit
 
@@ -32,7 +32,7 @@ def _tokenize(arguments: Arguments) -> int:
         is_set = path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
         has_lines = ".jsonl" in path.suffixes or (path.is_dir() and next(path.rglob("*.jsonl*"), None) is not None)
         arguments.overrides.insert(0, f"data={'hf' if is_set else 'jsonl' if has_lines else 'text'}")
-    config = load(arguments.overrides)
+    config = load_config(arguments.overrides)
     data = replace(config.data, path=arguments.path)
     from pipetrain.data.dataset import check_data, make_tokenizer
     from pipetrain.data.token_file import TOKENS_JSON, read_sheet

@@ -7,7 +7,7 @@ import sys
 from pipetrain.cli.main import STDOUT, Arguments, Command, Parser, add_json, add_overrides, present, say
 from pipetrain.cli.report_command import reported
 from pipetrain.comm.address import is_rank
-from pipetrain.config.load import load
+from pipetrain.config.load import load_config
 from pipetrain.config.phases import naming_phase, phases_of
 from pipetrain.config.records import RunConfig
 from pipetrain.engine.available import check_available
@@ -44,7 +44,7 @@ def _train(arguments: Arguments) -> int:
         from pipetrain.train import main as train_as_rank
 
         return train_as_rank(arguments.overrides)
-    config = load(arguments.overrides)
+    config = load_config(arguments.overrides)
     becomes_a_job = config.cluster.name == "slurm" and config.cluster.rendezvous is None
     if arguments.dry_run and not becomes_a_job:
         raise ValueError("--dry-run: prints the job script of cluster=slurm; add cluster=slurm")
@@ -131,10 +131,10 @@ def _submit_job(config: RunConfig, arguments: Arguments, ranks_per_node: int) ->
         python=sys.executable,
         name=config.experiment,
     )
-    if config.snapshot.every_steps is None:
+    if config.snapshot.every_steps is None and config.snapshot.every_minutes is None:
         say(
-            "snapshot.every_steps is not set: the job saves only when it is asked to stop, and a lost machine costs the whole run; "
-            "snapshot=regular saves every 100 steps"
+            "neither snapshot.every_steps nor snapshot.every_minutes is set: the job saves only when it is asked to stop, and a lost machine "
+            "costs the whole run; snapshot=minutes saves every 10 minutes"
         )
     if arguments.dry_run:
         print(script, end="")

@@ -45,7 +45,7 @@ def choices() -> dict[str, list[str]]:
     }
 
 
-def load(overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration of `conf/config.yaml` with `overrides` (`data=text`, `optim.learning_rate=1e-3`) applied.
 
     Keys, choices and types are checked here; `together.py` checks whether the values fit together.

@@ -308,7 +308,10 @@ class GuardConfig:
 class SnapshotConfig:
     """Saved training state."""
 
-    every_steps: Count | None = None  # steps between snapshots; None: only when the run is asked to stop
+    every_steps: Count | None = None  # steps between snapshots; None: only those of every_minutes
+    # Minutes of rank 0's clock from one snapshot to the next, at a step's end; None: only those of every_steps, and when the run is
+    # asked to stop.
+    every_minutes: Annotated[float | None, more_than(0)] = 10.0
     keep_last: Count = 2  # number of newest snapshots that are kept
     keep_every: Count | None = None  # every keep_every-th regular snapshot is never deleted; None: all may be
 

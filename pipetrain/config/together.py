@@ -124,7 +124,7 @@ def _check_snapshots(config: RunConfig) -> None:
         return
     set_it = "set snapshot.every_steps, as in snapshot.every_steps=100"
     for key, value in (("guard.not_finite", config.guard.not_finite), ("guard.spike", config.guard.spike)):
-        if value == "rollback":
+        if value == "rollback" and config.snapshot.every_minutes is None:
             raise ConfigError(f"{key}=rollback: returns to the newest snapshot, and the run would have none; {set_it}")
     if (keep := config.snapshot.keep_every) is not None:
         raise ConfigError(

@@ -16,6 +16,18 @@ class Model(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> Any: ...
 
 
+class Beside(Protocol):
+    """Work that goes on beside the steps of a pipeline, on every rank. Both methods are collective."""
+
+    def poll(self) -> None:
+        """A step is about to begin; does not wait."""
+        ...
+
+    def wait(self) -> None:
+        """The pipeline is about to close."""
+        ...
+
+
 class Optimizer(Protocol):
     """An optimizer of torch, or what looks like one: a state per parameter, and groups of parameters."""
 

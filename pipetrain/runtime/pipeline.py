@@ -17,10 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipetrain.comm.clocks import align_clocks
 from pipetrain.comm.coordinates import Coordinates
 from pipetrain.comm.failure import PipelineError
-from pipetrain.comm.group import join_group
+from pipetrain.comm.group import Group, join_group
 from pipetrain.comm.lanes import Recording, make_lanes
 from pipetrain.comm.transport import PINNED
 from pipetrain.models.spec import spec_of
+from pipetrain.models.trained import Beside
 from pipetrain.monitor.step_report import RankReport, Report
 from pipetrain.plan.plan import DEFAULT_MICROBATCHES, Plan, replicas_said, whole_number
 from pipetrain.runtime.agreement import introduced
@@ -115,6 +116,7 @@ class Pipeline(StageWeights):
             loss_fn, count_fn = spec.loss_fn, count_fn or spec.count_fn
         self.step_index, self._training, self._closed = 0, True, False
         self._take_batch, self._on_event = spec.take_batch, on_event
+        self.beside: list[Beside] = []
         self._last_report: Callable[[], RankReport] | None = None
         self._unseen: deque[Recording] = deque()  # what on_event was not given yet
         of_plan: dict[str, Any] = {}
@@ -219,6 +221,20 @@ class Pipeline(StageWeights):
         return self._group.coordinates
 
     @property
+    def ranks(self) -> Group:
+        """All ranks, and how they agree between two steps."""
+        return self._group
+
+    @property
+    def seed(self) -> int:
+        """Of dropout, from the next step on; the same on every rank."""
+        return self._parts.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._parts.seed = checked_seed(seed)
+
+    @property
     def num_replicas(self) -> int:
         return self.plan.num_replicas
 
@@ -266,6 +282,9 @@ class Pipeline(StageWeights):
             LossNotFinite: a PipelineError too, but one after which the pipeline can go on: `.grad` is of no use,
                 `find_not_finite` says where it began.
         """
+        self._check_open()
+        for one in self.beside:
+            one.poll()
         step = Step(self.step_index, self._parts.seed, with_graph=True, with_loss=True, scale=scale)
         # In the first step, on a device that the host should run ahead of: which layers make it wait.
         watches = self._last_report is None and self._lanes.device.runs_ahead
@@ -451,6 +470,8 @@ class Pipeline(StageWeights):
             return
         self._closed = True
         if self._group.monitor.failure is None:
+            for one in self.beside:
+                one.wait()
             self._emit_events(of_all=True)
         self._runner.close()
         self._group.close()

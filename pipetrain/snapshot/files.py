@@ -51,8 +51,10 @@ def publish(draft: Path, target: Path) -> None:
     sync_folder(target.parent)
 
 
-def prune(folder: Path, step: int, keep_last: int, keep_multiples_of: int | None = None) -> None:
-    """Keep the newest `keep_last` snapshots up to `step`, and those whose step is a multiple of `keep_multiples_of`."""
+def prune(folder: Path, step: int, keep_last: int | None, keep_multiples_of: int | None = None) -> None:
+    """Keep the newest `keep_last` snapshots up to `step` (None: all), and those whose step is a multiple of `keep_multiples_of`."""
+    if keep_last is None:
+        return
     for old in [other for other in steps_in(folder) if other <= step][keep_last:]:
         if keep_multiples_of is None or old % keep_multiples_of:
             _remove(path_of(folder, old))

@@ -75,6 +75,7 @@ def _read_state(path: Path) -> RunState:
             data=value.get("data"),
             guard=dict(value.get("guard", {})),
             tokens=dict(value.get("tokens", {})),
+            loop=value.get("loop"),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SnapshotDamaged(f"{path} cannot be read ({error})") from error

@@ -15,7 +15,7 @@ import json
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -75,7 +75,7 @@ class Saver:
 
     Args:
         agree: the largest number that any rank gave; collective.
-        keep_last: how many snapshots are kept, 1 or more.
+        keep_last: how many snapshots are kept, 1 or more; None: all.
         keep_multiples_of: snapshots of such steps are kept for good; None: there are none.
         say: told what the user should know.
     """
@@ -86,7 +86,7 @@ class Saver:
         *,
         rank: int,
         agree: Agree,
-        keep_last: int,
+        keep_last: int | None,
         say: Callable[[str], None],
         keep_multiples_of: int | None = None,
     ) -> None:
@@ -94,7 +94,7 @@ class Saver:
         self._folder = folder
         self._rank = rank
         self._agree = agree
-        self._keep_last = keep_last
+        self.keep_last = keep_last
         self._keep_multiples_of = keep_multiples_of
         self._say = say
         self._images: dict[Part, Image] = {}
@@ -109,15 +109,17 @@ class Saver:
         Waits for the save before. Collective.
         """
         self.wait()
-        token = self._agree(self._open_draft(state.step) if self._rank == 0 else 0)
+        token = self._agree(self._open_draft(state.step, tensors) if self._rank == 0 else 0)
         if token == 0:
             return
         draft = folders.draft_path(self._folder, state.step, token)
+        versions = _versions(tensors)
         copied, streams = threading.Event(), self._copy_streams(tensors)
 
         def write() -> None:
             try:
                 self._copy(tensors, streams)
+                _check_unchanged(versions, _versions(tensors))
             finally:
                 copied.set()
             _write_files(draft, self._rank, self._images)
@@ -154,7 +156,7 @@ class Saver:
                 if self._rank == 0:
                     _write_manifest(save.draft, save.state)
                     folders.publish(save.draft, folders.path_of(self._folder, save.state.step))
-                    folders.prune(self._folder, save.state.step, self._keep_last, self._keep_multiples_of)
+                    folders.prune(self._folder, save.state.step, self.keep_last, self._keep_multiples_of)
 
             save.committing = True
             save.job = _in_thread(commit)
@@ -185,13 +187,13 @@ class Saver:
             found.append((device, stream))
         return found
 
-    def _open_draft(self, step: int) -> int:
+    def _open_draft(self, step: int, parts: Iterable[Part]) -> int:
         """Rank 0 makes the folder; returns its token, or 0 where it cannot be made."""
         token = secrets.randbits(31) | 1
         try:
             draft = folders.draft_path(self._folder, step, token)
             self._folder.mkdir(mode=folders.FOLDER_MODE, parents=True, exist_ok=True)
-            for path in (draft, *(draft / part for part in Part)):
+            for path in (draft, *(draft / part for part in parts)):
                 path.mkdir(mode=folders.FOLDER_MODE)
         except OSError as error:
             shutil.rmtree(draft, ignore_errors=True)
@@ -206,6 +208,17 @@ class Saver:
         )
         reason = f"{error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
         return f"rank {self._rank} could not write the snapshot of step {step} ({reason}): training goes on; {older}"
+
+
+def _versions(tensors: Mapping[Part, Mapping[str, Tensor]]) -> list[tuple[str, int]]:
+    return [(name, tensor._version) for mapping in tensors.values() for name, tensor in mapping.items()]
+
+
+def _check_unchanged(before: list[tuple[str, int]], after: list[tuple[str, int]]) -> None:
+    """Raises ValueError: some copies may be older than a change, and others newer."""
+    for (name, version), (_, now) in zip(before, after):
+        if version != now:
+            raise ValueError(f"{name} changed while it was copied; only an optimizer step may change it, which waits")
 
 
 def _image(tensors: Mapping[str, Tensor], before: Image | None) -> Image:
@@ -230,7 +243,7 @@ def _write_manifest(draft: Path, state: RunState) -> None:
         files += [FileRecord(**record) for record in json.loads(path.read_bytes())["files"]]
         path.unlink()
     folders.write_durable_json(draft / STATE, asdict(state))
-    for part in Part:
+    for part in {Path(file.path).parent for file in files}:
         folders.sync_folder(draft / part)
     write_manifest(draft, state.step, [record_of(draft, STATE), *files])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -48,7 +49,8 @@ class Carried(Protocol):
 
 
 class Snapshots:
-    """Every rank has one and calls the same methods. `data` is the fingerprint of the text; `replica`, which of `plan` this rank is in.
+    """Every rank has one and calls the same methods. `data` is the fingerprint of the text; `replica`, which of `plan` this rank is in;
+    `clock`, in seconds.
 
     Raises ValueError: what `resume` or `init_from` names cannot be used; the same on every rank.
     """
@@ -62,8 +64,11 @@ class Snapshots:
         *,
         data: str | None = None,
         replica: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
+        self._clock = clock
+        self._saved_at = clock()
         self._replica = replica
         self._plan = plan
         self._ranks = ranks
@@ -80,9 +85,9 @@ class Snapshots:
             agree=ranks.largest,
             keep_last=config.snapshot.keep_last,
             keep_multiples_of=None if every is None or keep_every is None else every * keep_every,
-            say=_say,
+            say=say_on_stderr,
         )
-        self._start = self._agree_on(self._look_for_start)
+        self._start = agreed(ranks, self._look_for_start)
         self.first_step = 1 if self._start is None else self._start.state.step + 1
 
     def attach(
@@ -108,19 +113,25 @@ class Snapshots:
         elif self._config.init_from is not None:
             _initialize(model, Path(self._config.init_from), from_file)
 
-    def is_due(self, step: int, *, stopping: bool) -> bool:
-        """Whether `after_step` saves."""
-        every = self._config.snapshot.every_steps
-        return stopping or (every is not None and step % every == 0)
+    def clock_asks(self) -> bool:
+        """Whether rank 0's clock asks for a snapshot. Clocks differ, so the ranks have to agree on it; another rank never asks."""
+        minutes = self._config.snapshot.every_minutes
+        return self._ranks.rank == 0 and minutes is not None and self._clock() - self._saved_at >= 60 * minutes
 
-    def after_step(self, step: int, *, stopping: bool) -> None:
+    def is_due(self, step: int, *, asked: bool) -> bool:
+        """Whether `after_step` saves; `asked`: by a clock, or because the run stops."""
+        every = self._config.snapshot.every_steps
+        return asked or (every is not None and step % every == 0)
+
+    def after_step(self, step: int, *, stopping: bool, by_clock: bool = False) -> None:
         """Save where it is time to, or where the run stops; then this waits until that is done. Collective."""
         self._saver.poll()
-        if self.is_due(step, stopping=stopping):
+        if self.is_due(step, asked=stopping or by_clock):
+            self._saved_at = self._clock()
             assert self._model is not None
             assert self._optimizer is not None
             guard, tokens = ({} if one is None else one.state_dict() for one in (self._guard, self._tokens))
-            config, plan = _plain(self._config), _plain(self._plan)
+            config, plan = as_dict(self._config), as_dict(self._plan)
             state = RunState(step, self._ranks.size, config, plan, self._data, guard, tokens)
             tensors = tensors_of(
                 self._model,
@@ -147,9 +158,9 @@ class Snapshots:
         self._saver.wait()
 
         def look_for_newest() -> Path | None:
-            return newest_whole(self._folder, _say) or (None if self._start is None else self._start.folder)
+            return newest_whole(self._folder, say_on_stderr) or (None if self._start is None else self._start.folder)
 
-        snapshot = self._agree_on(look_for_newest)
+        snapshot = agreed(self._ranks, look_for_newest)
         if snapshot is None:
             return None
         snapshot.restore(self._model, self._optimizer, self._ranks.rank, self._ranks.device)
@@ -164,34 +175,38 @@ class Snapshots:
         """The newest snapshot that this process has written."""
         return None if self._saver.last_step is None else path_of(self._folder, self._saver.last_step)
 
-    def _agree_on(self, look: Callable[[], Path | None]) -> Snapshot | None:
-        """Rank 0 looks and checks every byte; the others are told what it found."""
-        found, problem = "", ""
-        if self._ranks.rank == 0:
-            try:
-                path = look()
-                found = "" if path is None else str(path.resolve())
-            except ValueError as error:
-                problem = str(error)
-        found, problem = json.loads(self._ranks.from_first(json.dumps([found, problem])))
-        if problem:
-            raise ValueError(problem)
-        return Snapshot(Path(found), checked=True) if found else None
-
     def _look_for_start(self) -> Path | None:
         resume = self._config.resume
         if resume is None:
             return None
-        path = newest_whole(self._folder, _say) if resume == AUTO else find(Path(resume), _say)
+        path = newest_whole(self._folder, say_on_stderr) if resume == AUTO else find(Path(resume), say_on_stderr)
         if path is None:
             return None
-        state, now = Snapshot(path, checked=True).state, _plain(self._config)
+        state, now = Snapshot(path, checked=True).state, as_dict(self._config)
         check_same_run(path, state, now)
         check_same_data(path, state, self._data)
-        _say(f"going on from {path}")
+        say_on_stderr(f"going on from {path}")
         for told in told_of_replicas(state, self._plan.num_replicas, now):
-            _say(told)
+            say_on_stderr(told)
         return path
+
+
+def agreed(ranks: Ranks, look: Callable[[], Path | None]) -> Snapshot | None:
+    """Rank 0 looks for a snapshot and checks every byte; the others are told what it found. Collective.
+
+    Raises ValueError: what it raises, on every rank.
+    """
+    found, problem = "", ""
+    if ranks.rank == 0:
+        try:
+            path = look()
+            found = "" if path is None else str(path.resolve())
+        except ValueError as error:
+            problem = str(error)
+    found, problem = json.loads(ranks.from_first(json.dumps([found, problem])))
+    if problem:
+        raise ValueError(problem)
+    return Snapshot(Path(found), checked=True) if found else None
 
 
 def _initialize(model: Model, path: Path, from_file: TensorMapping) -> None:
@@ -202,18 +217,18 @@ def _initialize(model: Model, path: Path, from_file: TensorMapping) -> None:
     elif has_weights(path / WEIGHTS_AT_END):
         weights = from_file(read_weights(path / WEIGHTS_AT_END))
     else:
-        weights = Snapshot(find(path, _say)).tensors(Part.WEIGHTS)
+        weights = Snapshot(find(path, say_on_stderr)).tensors(Part.WEIGHTS)
     try:
         model.load_state_dict(weights)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"init_from={path}: these weights are of another model: {error}") from error
 
 
-def _plain(record: Any) -> dict[str, Any]:
+def as_dict(record: Any) -> dict[str, Any]:
     """A record as JSON gives it back: tuples are lists."""
     plain: dict[str, Any] = json.loads(json.dumps(asdict(record)))
     return plain
 
 
-def _say(text: str) -> None:
+def say_on_stderr(text: str) -> None:
     print(f"pipetrain: {text}", file=sys.stderr, flush=True)

@@ -43,6 +43,10 @@ def check_same_run(path: Path, state: RunState, now: Mapping[str, Any]) -> None:
 
     Raises ValueError: with another model or other data the run would not go on where it was; or it has all its steps.
     """
+    if state.loop is not None:
+        raise ValueError(
+            f"{path} was saved by pipetrain.save in another training loop: a run takes only its weights; start one with init_from={path}"
+        )
     for key in guarded_keys():
         was, wanted = _value(state.config, key), _value(now, key)
         if was != wanted and was is not _MISSING:
@@ -129,15 +133,15 @@ def newest_whole(folder: Path, say: Callable[[str], None]) -> Path | None:
         return snapshot
     if damaged:
         raise SnapshotDamaged(
-            f"{damaged[0]}, and no snapshot in {folder} is whole: remove them to start from step 1, or choose another run_dir"
+            f"{damaged[0]}, and no snapshot in {folder} is whole: remove them to start from step 1, or choose another run_dir (in your own loop: another folder)"
         )
     return None
 
 
-def find(path: Path, say: Callable[[str], None]) -> Path:
-    """The snapshot that a user names: its folder, a `snapshots` folder, or a run folder (then the newest whole one).
+def look_for(path: Path, say: Callable[[str], None]) -> Path | None:
+    """The snapshot that a user names: its folder, a `snapshots` folder, or a run folder (then the newest whole one); None: there is none.
 
-    Raises ValueError: there is none; SnapshotDamaged: it is damaged.
+    Raises SnapshotDamaged: it is damaged.
     """
     if (path / NAME).exists() or path.name.startswith("step-"):
         check_whole(path)
@@ -146,6 +150,14 @@ def find(path: Path, say: Callable[[str], None]) -> Path:
         snapshot = newest_whole(folder, say)
         if snapshot is not None:
             return snapshot
+    return None
+
+
+def find(path: Path, say: Callable[[str], None]) -> Path:
+    """As `look_for`. Raises ValueError: there is none; SnapshotDamaged: it is damaged."""
+    snapshot = look_for(path, say)
+    if snapshot is not None:
+        return snapshot
     raise ValueError(
         f"{path}: there is no snapshot; name a folder such as runs/latest/{SNAPSHOTS}/step-00000200, or a run folder"
     )

@@ -21,6 +21,9 @@ class Part(StrEnum):
 
     WEIGHTS = "weights"  # `3.mlp.weight`: parameters and buffers
     OPTIMIZER = "optimizer"  # `3.mlp.weight/exp_avg`: the optimizer's state of a parameter
+    OPTIONS = (
+        "options"  # `3.mlp.weight`: those of its group in the optimizer, as JSON in bytes; of a loop of the user's own
+    )
     GENERATORS = "generators"  # `cpu`, `cuda`: torch's default generators; `python`, `numpy`: theirs, as JSON in bytes
 
 
@@ -39,6 +42,9 @@ class RunState:
     data: str | None = None  # fingerprint of the text; None: written by a version that had none
     guard: Mapping[str, Any] = field(default_factory=dict)  # which batches are skipped, and what the guard remembers
     tokens: Mapping[str, Any] = field(default_factory=dict)  # how many tokens the run has seen
+    loop: Mapping[str, str] | None = (
+        None  # of a loop of the user's own: `extra` and perhaps `scheduler`, as JSON; None: of a run
+    )
 
 
 Tensors = dict[str, Tensor]
@@ -84,7 +90,7 @@ def restore_optimizer(model: Model, optimizer: Optimizer, saved: Mapping[str, Te
 
     A parameter without state in `saved` (it never had a gradient) starts without one, as it did.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = _names_of(model, optimizer)
     keys_of: dict[str, list[str]] = {}
     for entry in saved:
         name, _, key = entry.rpartition("/")
@@ -98,6 +104,55 @@ def restore_optimizer(model: Model, optimizer: Optimizer, saved: Mapping[str, Te
         if (name := names[id(parameter)]) in restored
     }
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def options_of(model: Model, optimizer: Optimizer) -> Tensors:
+    """The options (learning rate, ...) of each parameter of the optimizer, so that ranks with other parameters find theirs.
+
+    Raises ValueError: an option that JSON does not know, or a parameter that is not the model's.
+    """
+    names, options = _names_of(model, optimizer), Tensors()
+    for group in optimizer.param_groups:
+        own = {key: value for key, value in group.items() if key != "params"}
+        data = _bytes_of(known_to_json(own, "an option of the optimizer"))
+        for parameter in group["params"]:
+            options[names[id(parameter)]] = data
+    return options
+
+
+def restore_options(model: Model, optimizer: Optimizer, saved: Mapping[str, Tensor]) -> None:
+    """Give each group of the optimizer the options that its parameters had.
+
+    Raises ValueError: they had different ones.
+    """
+    names = _names_of(model, optimizer)
+    for number, group in enumerate(optimizer.param_groups):
+        had = {bytes(saved[name].tolist()) for one in group["params"] if (name := names[id(one)]) in saved}
+        if len(had) > 1:
+            raise ValueError(
+                f"group {number} of the optimizer has parameters that were in groups with other options; make the groups as before"
+            )
+        for key, value in json.loads(had.pop()).items() if had else ():
+            group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def known_to_json(value: Any, what: str) -> Any:
+    """`value` as JSON gives it back: tuples are lists.
+
+    Raises ValueError: it would come back as something else; the message says where in `what` that stands.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [known_to_json(one, f"{what}[{number}]") for number, one in enumerate(value)]
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(f"{what} has the key {key!r}: JSON has text as keys; use {str(key)!r}")
+        return {key: known_to_json(one, f"{what}[{key!r}]") for key, one in value.items()}
+    raise ValueError(
+        f"{what} is a {type(value).__name__}: a snapshot holds what JSON knows (numbers, text, true, false, None, lists and dicts of these)"
+    )
 
 
 def restore_generators(saved: Mapping[str, Tensor], device: torch.device) -> None:
@@ -114,6 +169,19 @@ def restore_generators(saved: Mapping[str, Tensor], device: torch.device) -> Non
         random.setstate((version, tuple(numbers), gauss))
     if "numpy" in saved:
         np.random.set_state(tuple(_json_of(saved["numpy"])))
+
+
+def _names_of(model: Model, optimizer: Optimizer) -> dict[int, str]:
+    """Raises ValueError: the optimizer has a parameter that is not the model's."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"the optimizer has a parameter of shape {list(parameter.shape)} that is not the pipeline's: make it of "
+                    "pipeline.parameters() alone"
+                )
+    return names
 
 
 def _optimizer_tensors(model: Model, optimizer: Optimizer) -> Tensors:

@@ -153,8 +153,15 @@ class Steps:
     folder: RunFolder
     replicas: OverReplicas
 
-    def run(self, asked_to_stop: Callable[[], int]) -> int:
-        """All steps from the snapshots' first on, or until `asked_to_stop` tells all ranks of a signal; returns it, or 0.
+    def request(self, signum: int) -> int:
+        """What this rank asks for after a step: one number for a signal and for a snapshot by the clock, whose largest all ranks obey.
+
+        A signal hides the clock of another rank, but a run that stops saves anyway.
+        """
+        return 2 * signum + self.snapshots.clock_asks()
+
+    def run(self, asked: Callable[[], int]) -> int:
+        """All steps from the snapshots' first on, or until `asked`, the largest `request` of all ranks, has a signal; returns it, or 0.
 
         The engine was made for the phase of the first of them.
 
@@ -181,9 +188,9 @@ class Steps:
             if result.is_accepted:
                 self.seen.add(tokens)
             self._record(phase, step, result, figures, tokens, seconds)
-            signum = asked_to_stop()
-            self._compare_replicas(step, stopping=bool(signum))
-            self.snapshots.after_step(step, stopping=bool(signum))
+            signum, by_clock = divmod(asked(), 2)
+            self._compare_replicas(step, saves=bool(signum or by_clock))
+            self.snapshots.after_step(step, stopping=bool(signum), by_clock=bool(by_clock))
             if signum:
                 return signum
             if step == self.snapshots.first_step:
@@ -255,9 +262,9 @@ class Steps:
         save_weights(self.folder.weights, self.engine.weights(), self.spec, ranks, self.replicas.shard)
         self.snapshots.finish()
 
-    def _compare_replicas(self, step: int, *, stopping: bool) -> None:
+    def _compare_replicas(self, step: int, *, saves: bool) -> None:
         """Where it is time to, and before each snapshot: what differs must not be saved."""
-        if not self.replicas.are_compared(step, saving=self.snapshots.is_due(step, stopping=stopping)):
+        if not self.replicas.are_compared(step, saving=self.snapshots.is_due(step, asked=saves)):
             return
         try:
             self.engine.check_replicas()

@@ -114,6 +114,7 @@ RANGES = [
     train("optim.betas=[0.9,1.0]", "optim.betas", "less than 1"),
     train("observe.eval_every_steps=0", "observe.eval_every_steps=0", "1 or more"),
     train("snapshot.every_steps=0", "snapshot.every_steps=0", "1 or more"),
+    train("snapshot.every_minutes=0", "snapshot.every_minutes=0.0", "more than 0"),
     train("snapshot.keep_last=0", "snapshot.keep_last=0", "1 or more"),
     train("snapshot.keep_every=0", "snapshot.keep_every=0", "1 or more"),
     train("guard.not_finite=ignore", "guard.not_finite=ignore", "stop, skip, rollback"),
@@ -225,7 +226,7 @@ TOGETHER = [
         "need 4 ranks; set pipeline.num_stages=3, or parallel.num_replicas=3",
     ),
     train("parallel.num_replicas=2 cluster.ranks_per_node=5", "5 ranks make no 2 replicas", "start 4 or 6 ranks"),
-    train("guard.not_finite=rollback", "returns to the newest snapshot", "snapshot.every_steps=100"),
+    train("snapshot=weights guard.not_finite=rollback", "returns to the newest snapshot", "snapshot.every_steps=100"),
     train("snapshot.keep_every=3", "keeps some of the regular snapshots", "snapshot.every_steps=100"),
     train(
         "precision=bf16-true optim.masters=off optim=deepspeed_cpu_adam",

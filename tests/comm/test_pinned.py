@@ -24,7 +24,7 @@ from pipetrain.comm.lanes import Lanes
 from pipetrain.comm.own_device import choose_device
 from pipetrain.comm.pinned import _ReceivingSlot, _Slot
 from pipetrain.comm.transport import AUTO, NCCL, PINNED, carrier_of
-from pipetrain.config.load import load
+from pipetrain.config.load import load_config
 from pipetrain.config.records import EDGES
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime import agreement, measure
@@ -124,7 +124,7 @@ def test_ahead_reaches_the_schedule() -> None:
     plan = make_plan(4, num_ranks=2, num_microbatches=4, transport_ahead=0)
     program = Programs("1f1b", RecomputePolicy(), plan, rank=0).whole()
     assert program.schedule.waits == wanted.waits
-    config = load(["experiment=smoke", "transport=serial", "pipeline=1f1b", "pipeline.num_microbatches=4"])
+    config = load_config(["experiment=smoke", "transport=serial", "pipeline=1f1b", "pipeline.num_microbatches=4"])
     run = prepare(config)
     assert run.plan.transport_ahead == run.schedule.transport_ahead == 0
     assert run.schedule.waits == wanted.waits
@@ -132,7 +132,7 @@ def test_ahead_reaches_the_schedule() -> None:
 
 
 def test_edges_reach_the_plan() -> None:
-    plan = prepare(load(["experiment=smoke", "transport=pinned", "transport.communicators=pair"])).plan
+    plan = prepare(load_config(["experiment=smoke", "transport=pinned", "transport.communicators=pair"])).plan
     assert (plan.edges, plan.communicators) == ("pinned", "pair")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pipetrain.config.load import as_yaml, choices, conf_dir, load, read
+from pipetrain.config.load import as_yaml, choices, conf_dir, load_config, read
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import RunConfig
 from pipetrain.config.schema import keys
@@ -38,7 +38,7 @@ def test_keys_that_scripts_rely_on() -> None:
 
 
 def test_files_and_records_have_the_same_defaults() -> None:
-    composed, written = load(), RunConfig()
+    composed, written = load_config(), RunConfig()
     assert composed.data.pattern == "**/*.py"  # stdlib's own
     data = dataclasses.replace(composed.data, pattern=written.data.pattern)
     model = dataclasses.replace(
@@ -69,14 +69,14 @@ def test_no_file_repeats_a_default(file: pathlib.Path) -> None:
 
 def test_a_key_that_no_file_names_can_be_set_and_read() -> None:
     assert "threads_per_rank" not in "".join(file.read_text() for file in conf_dir().rglob("*.yaml"))
-    assert load(["threads_per_rank=3", "run_dir=runs/${threads_per_rank}"]).run_dir == "runs/3"
+    assert load_config(["threads_per_rank=3", "run_dir=runs/${threads_per_rank}"]).run_dir == "runs/3"
 
 
 @pytest.mark.parametrize(
     ("group", "name"), [(group, name) for group, names in choices().items() for name in names], ids="=".join
 )
 def test_every_choice_composes(group: str, name: str, tmp_path: pathlib.Path) -> None:
-    config = load([f"{group}={name}"])
+    config = load_config([f"{group}={name}"])
     check_run(config)
     (tmp_path / "config.yaml").write_text(as_yaml(config))
     assert read(tmp_path / "config.yaml") == config
@@ -84,11 +84,11 @@ def test_every_choice_composes(group: str, name: str, tmp_path: pathlib.Path) ->
 
 def test_the_experiment_of_the_defaults_may_be_named() -> None:
     for choice in ("model=gpt2", "data=text", "recompute=never"):
-        assert load([choice]) == load([choice, f"experiment={load([choice]).experiment}"])
+        assert load_config([choice]) == load_config([choice, f"experiment={load_config([choice]).experiment}"])
 
 
 def test_overrides_win_over_groups_and_groups_over_defaults() -> None:
-    config = load(["experiment=smoke", "model=gpt2", "steps=7", "recompute=inline", "recompute.sets=[2,1]"])
+    config = load_config(["experiment=smoke", "model=gpt2", "steps=7", "recompute=inline", "recompute.sets=[2,1]"])
     assert (config.experiment, config.steps, config.model.name) == ("smoke", 7, "gpt2")
     assert (config.recompute.mode, config.recompute.sets) == ("inline", (2, 1))
     assert config.model.num_hidden_layers == 2  # of the experiment, over the group's 4
@@ -96,13 +96,13 @@ def test_overrides_win_over_groups_and_groups_over_defaults() -> None:
 
 def test_a_value_of_one_configuration_is_none_of_the_next() -> None:
     """Files are composed once, values set each time."""
-    default = load([])
-    assert load(["steps=7", "optim.betas=[0.5,0.6]", "recompute.sets=[2,1]"]) != default
-    assert load([]) == default
+    default = load_config([])
+    assert load_config(["steps=7", "optim.betas=[0.5,0.6]", "recompute.sets=[2,1]"]) != default
+    assert load_config([]) == default
 
 
 def test_types_are_those_of_the_records() -> None:
-    config = load(
+    config = load_config(
         ["timeout_seconds=30", "pipeline.balance=[2,4]", "cost.hop_seconds=[1,0.5]", "optim.max_grad_norm=null"]
     )
     assert isinstance(config.timeout_seconds, float)

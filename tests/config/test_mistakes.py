@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipetrain.config.load import load
+from pipetrain.config.load import load_config
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import RunConfig
 from pipetrain.config.together import check_run, check_schedule
@@ -76,39 +76,39 @@ def refused(check: Callable[[], object], words: list[str]) -> None:
 
 @pytest.mark.parametrize(("override", "words"), NOT_LOADED.items(), ids=NOT_LOADED)
 def test_what_cannot_be_loaded(override: str, words: list[str]) -> None:
-    refused(lambda: load([override]), words)
+    refused(lambda: load_config([override]), words)
 
 
 @pytest.mark.parametrize(("override", "words"), NO_RUN.items(), ids=NO_RUN)
 def test_what_makes_no_run(override: str, words: list[str]) -> None:
-    config = load([override])
+    config = load_config([override])
     refused(lambda: check_both(config), words)
 
 
 @pytest.mark.parametrize(("override", "words"), NO_SCHEDULE.items(), ids=NO_SCHEDULE)
 def test_what_makes_no_schedule(override: str, words: list[str]) -> None:
-    config = load([override])
+    config = load_config([override])
     refused(lambda: check_schedule(config), words)
 
 
 @pytest.mark.parametrize(("override", "words"), REFUSED_BY_DEEPSPEED.items(), ids=REFUSED_BY_DEEPSPEED)
 def test_what_deepspeed_cannot_do(override: str, words: list[str]) -> None:
     group = override.split("=")[0]
-    config = load([*(option for option in DEEPSPEED if option.split("=")[0] != group), *override.split()])
+    config = load_config([*(option for option in DEEPSPEED if option.split("=")[0] != group), *override.split()])
     refused(lambda: check_both(config), [*words, "not supported by engine=deepspeed"])
 
 
 def test_what_deepspeed_takes() -> None:
-    check_both(load(DEEPSPEED))
+    check_both(load_config(DEEPSPEED))
 
 
 def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = load(["engine=deepspeed", "pipeline=1f1b", "recompute=inline"])
-    optimizer = load(["optim=deepspeed_cpu_adam"])
+    engine = load_config(["engine=deepspeed", "pipeline=1f1b", "recompute=inline"])
+    optimizer = load_config(["optim=deepspeed_cpu_adam"])
     check_available(engine)
     with monkeypatch.context() as patched:
         patched.setattr("importlib.util.find_spec", lambda name: None)
-        check_available(load([]))
+        check_available(load_config([]))
         for config in (engine, optimizer):
             refused(lambda config=config: check_available(config), ['pip install "pipetrain[deepspeed]"'])  # type: ignore[misc]
     monkeypatch.setenv("PATH", "")
@@ -116,11 +116,11 @@ def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_stages_that_do_not_fit_the_ranks() -> None:
-    config = load(["pipeline.num_stages=4", "pipeline.stages_per_rank=3"])
+    config = load_config(["pipeline.num_stages=4", "pipeline.stages_per_rank=3"])
     refused(lambda: check_schedule(config), ["num_stages=4", "stages_per_rank=3", "multiple"])
 
 
 def test_show_does_not_look_at_data_or_model() -> None:
     check_schedule(
-        load(["data.global_batch_size=1", "model.num_hidden_layers=0", "parallel.num_replicas=5", "steps=0"])
+        load_config(["data.global_batch_size=1", "model.num_hidden_layers=0", "parallel.num_replicas=5", "steps=0"])
     )

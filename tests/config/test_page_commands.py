@@ -10,7 +10,7 @@ import pytest
 
 from pipetrain.cli.main import COMMANDS, Parser
 from pipetrain.cli.multirun import expand
-from pipetrain.config.load import load
+from pipetrain.config.load import load_config
 from pipetrain.config.together import check_run, check_schedule
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ def test_a_command_of_a_page_parses(command: str) -> None:
     arguments = parser.parse_intermixed_args(words)
     overrides = getattr(arguments, "overrides", [])
     for job in expand(overrides):
-        config = load(job.overrides)
+        config = load_config(job.overrides)
         (check_run if name in ("train", "profile") else check_schedule)(config)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipetrain.config.load import as_yaml, load, read
+from pipetrain.config.load import as_yaml, load_config, read
 from pipetrain.config.phases import batches_before, naming_phase, phases_of, steps_of_phases, value_in_step
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import RunConfig
@@ -23,32 +23,32 @@ THREE = (
 
 
 def test_a_run_without_phases_is_one() -> None:
-    (only,) = phases_of(load([]))
-    assert (only.number, only.first_step, only.config) == (0, 1, load([]))
+    (only,) = phases_of(load_config([]))
+    assert (only.number, only.first_step, only.config) == (0, 1, load_config([]))
 
 
 def test_each_phase_is_the_run_with_its_own_keys() -> None:
-    config = load([THREE])
+    config = load_config([THREE])
     first, second, third = phases_of(config)
     assert [phase.number for phase in (first, second, third)] == [0, 1, 2]
     assert [phase.first_step for phase in (first, second, third)] == [1, 51, 121]
-    assert first.config == load(["recompute.sets=1"])
-    assert second.config == load(
+    assert first.config == load_config(["recompute.sets=1"])
+    assert second.config == load_config(
         ["recompute.mode=inline", "recompute.segments=sqrt", "data.global_batch_size=32", "pipeline.num_microbatches=4"]
     )
-    assert third.config == load(["data.sequence_length=512"])  # and not what the phase before it had
+    assert third.config == load_config(["data.sequence_length=512"])  # and not what the phase before it had
     assert [count for _, count in steps_of_phases((first, second, third), 200)] == [50, 70, 80]
     assert [count for _, count in steps_of_phases((first, second, third), 60)] == [50, 10, 0]
 
 
 def test_keys_may_be_written_with_dots() -> None:
-    config = load(["phases=[{from:0},{from:7,recompute.sets:2,data.global_batch_size:8}]"])
-    assert phases_of(config)[1].config == load(["recompute.sets=2", "data.global_batch_size=8"])
+    config = load_config(["phases=[{from:0},{from:7,recompute.sets:2,data.global_batch_size:8}]"])
+    assert phases_of(config)[1].config == load_config(["recompute.sets=2", "data.global_batch_size=8"])
 
 
 def test_they_come_back_from_the_run_folder(tmp_path: Any) -> None:
-    (tmp_path / "config.yaml").write_text(as_yaml(load([THREE])))
-    assert read(tmp_path / "config.yaml") == load([THREE])
+    (tmp_path / "config.yaml").write_text(as_yaml(load_config([THREE])))
+    assert read(tmp_path / "config.yaml") == load_config([THREE])
 
 
 def test_what_a_phase_may_change() -> None:
@@ -83,7 +83,7 @@ MISTAKES = {
 @pytest.mark.parametrize("given", MISTAKES)
 def test_a_mistake_is_told_in_one_line(given: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_run(load([f"phases={given}"]))
+        check_run(load_config([f"phases={given}"]))
     message = str(refused.value)
     assert [part for part in MISTAKES[given] if part not in message] == []
     assert "\n" not in message
@@ -92,7 +92,7 @@ def test_a_mistake_is_told_in_one_line(given: str) -> None:
 def test_a_secret_in_a_list_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "abcdefghijk")
     with pytest.raises(ConfigError, match=r"phases\[0\]\.recompute\.mode: holds the value of SOME_API_KEY"):
-        load(["phases=[{from:0,recompute:{mode:abcdefghijk}}]"])
+        load_config(["phases=[{from:0,recompute:{mode:abcdefghijk}}]"])
 
 
 # Each phase is prepared ------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ UNFIT = {
 @pytest.mark.parametrize("given", UNFIT)
 def test_a_phase_that_does_not_fit_is_told_before_anything_starts(given: str) -> None:
     with pytest.raises(ValueError, match=r"^phases\[1\]: ") as refused:
-        prepare_phases(load([f"phases=[{{from:0}},{given}]"]))
+        prepare_phases(load_config([f"phases=[{{from:0}},{given}]"]))
     assert UNFIT[given] in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -120,13 +120,13 @@ def test_layers_stay_where_they_are() -> None:
     """By their FLOPs, which attention makes depend on the length, the layers of the second phase would be cut otherwise."""
     options = ["model.num_hidden_layers=9", "model.vocab_size=8192", "model.max_position_embeddings=100000"]
     long = "data.sequence_length=100000"
-    alone = prepare_phases(load([*options, long]))[0].run.plan.balance
-    first, second = prepare_phases(load([*options, "phases=[{from:0},{from:5,data:{sequence_length:100000}}]"]))
+    alone = prepare_phases(load_config([*options, long]))[0].run.plan.balance
+    first, second = prepare_phases(load_config([*options, "phases=[{from:0},{from:5,data:{sequence_length:100000}}]"]))
     assert first.run.plan.balance == second.run.plan.balance != alone
 
 
 def test_each_phase_has_its_own_schedule() -> None:
-    first, second, third = prepare_phases(load([THREE]))
+    first, second, third = prepare_phases(load_config([THREE]))
     assert [phase.first_step for phase in (first, second, third)] == [1, 51, 121]
     assert [phase.run.schedule.num_microbatches for phase in (first, second, third)] == [8, 4, 8]
     assert [phase.run.plan.num_microbatches for phase in (first, second, third)] == [8, 4, 8]
@@ -139,11 +139,11 @@ def test_each_phase_has_its_own_schedule() -> None:
 
 def test_deepspeed_refuses_phases() -> None:
     with pytest.raises(ConfigError, match=r"^phases=\[\{'from': 0\}\]: not supported by engine=deepspeed"):
-        check_engine(load(["engine=deepspeed", "pipeline=1f1b", "recompute=inline", "phases=[{from:0}]"]))
+        check_engine(load_config(["engine=deepspeed", "pipeline=1f1b", "recompute=inline", "phases=[{from:0}]"]))
 
 
 def test_only_a_run_with_phases_names_them() -> None:
-    with pytest.raises(ValueError, match=r"^too long$"), naming_phase(phases_of(load([]))[0], load([])):
+    with pytest.raises(ValueError, match=r"^too long$"), naming_phase(phases_of(load_config([]))[0], load_config([])):
         raise ValueError("too long")
 
 
@@ -160,7 +160,7 @@ def test_only_a_run_with_phases_names_them() -> None:
 )
 def test_epochs_are_counted_over_phases(epochs: float, steps: int) -> None:
     config = replace(
-        load(
+        load_config(
             ["data.global_batch_size=4", "phases=[{from:0},{from:10,data:{global_batch_size:10,sequence_length:512}}]"]
         ),
         epochs=epochs,
@@ -170,7 +170,9 @@ def test_epochs_are_counted_over_phases(epochs: float, steps: int) -> None:
 
 
 def test_epochs_that_end_before_a_phase_begins() -> None:
-    config = replace(load(["data.global_batch_size=10", "phases=[{from:0},{from:50,recompute:{sets:2}}]"]), epochs=1.0)
+    config = replace(
+        load_config(["data.global_batch_size=10", "phases=[{from:0},{from:50,recompute:{sets:2}}]"]), epochs=1.0
+    )
     with pytest.raises(ConfigError, match=r"^phases\[1\]\.from=50: the run ends after steps=10"):
         with_steps(config, 100, 100)
 

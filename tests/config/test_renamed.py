@@ -7,7 +7,7 @@ import pytest
 
 from pipetrain.cli.main import main
 from pipetrain.config import renamed
-from pipetrain.config.load import load
+from pipetrain.config.load import load_config
 from pipetrain.config.renamed import current_overrides, current_values
 from pipetrain.config.schema import keys
 
@@ -36,10 +36,10 @@ def test_an_old_override_is_a_new_one_and_one_line(old: str, new: str) -> None:
     assert current_overrides([new], lines.append) == [new]
     assert len(lines) == 1
     with pytest.warns(UserWarning, match=f"this is {new} now"):
-        was = load([old])
+        was = load_config([old])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert was == load([new])
+        assert was == load_config([new])
 
 
 def test_a_command_tells_it_once(capsys: pytest.CaptureFixture[str]) -> None:

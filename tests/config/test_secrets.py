@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from pipetrain.cli.main import main
-from pipetrain.config.load import load, read
+from pipetrain.config.load import load_config, read
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.schema import keys
 from pipetrain.config.secrets import looks_secret
@@ -54,17 +54,17 @@ def test_a_value_that_holds_a_secret_of_the_environment_is_refused(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", VALUE)
     if override == "experiment=smoke":
-        load([override])
+        load_config([override])
         return
     with pytest.raises(ConfigError, match="holds the value of WANDB_API_KEY") as caught:
-        load([override.replace("{}", VALUE)])
+        load_config([override.replace("{}", VALUE)])
     assert VALUE not in str(caught.value)
 
 
 def test_other_variables_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "12345678901")
     monkeypatch.setenv("HF_TOKEN", "abc")  # too short to be one: it would forbid words by chance
-    assert load(["run_dir=runs/${oc.env:SLURM_JOB_ID}-abc"]).run_dir == "runs/12345678901-abc"
+    assert load_config(["run_dir=runs/${oc.env:SLURM_JOB_ID}-abc"]).run_dir == "runs/12345678901-abc"
 
 
 @pytest.mark.parametrize(
@@ -81,12 +81,12 @@ def test_other_variables_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_code_cannot_be_named(override: str) -> None:
     with pytest.raises(ConfigError):
-        load([override])
+        load_config([override])
 
 
 def test_the_message_says_that_code_cannot_be_named() -> None:
     with pytest.raises(ConfigError, match=r"model\._target_: a configuration names no code to run"):
-        load(["model._target_=os.system"])
+        load_config(["model._target_=os.system"])
 
 
 def test_a_run_folder_cannot_name_code_either(tmp_path: pathlib.Path) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tiny_tokenizer import MARKED, save_tokenizer
 
-from pipetrain.config.load import load
+from pipetrain.config.load import load_config
 from pipetrain.launcher.outcome import Exit
 from pipetrain.models.weights import read_weights
 from pipetrain.train import train
@@ -51,7 +51,7 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
 
 def run(folder: pathlib.Path, *options: str) -> list[Any]:
     """The losses of a run on this one rank."""
-    assert train(load([*SMOKE, f"run_dir={folder}", *options])).code is Exit.DONE
+    assert train(load_config([*SMOKE, f"run_dir={folder}", *options])).code is Exit.DONE
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from machines import ROOT
 
-from pipetrain.config.load import load
+from pipetrain.config.load import load_config
 from pipetrain.trainer.prepare import prepare
 
 DOCKER = ROOT / "docker"
@@ -58,7 +58,7 @@ def test_compose_starts_two_ranks_of_one_run() -> None:
     assert f"--nnodes={len(nodes)}" in torchrun
     assert "--rdzv-endpoint=node0:29400" in torchrun
     assert first["command"][module] == "pipetrain.train"
-    config = load(first["command"][module + 1 :])
+    config = load_config(first["command"][module + 1 :])
     assert prepare(config).plan.num_ranks == len(nodes)
     assert config.run_dir is not None
     assert config.run_dir.startswith(first["volumes"][0].split(":")[1] + "/")

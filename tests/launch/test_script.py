@@ -46,9 +46,13 @@ def test_what_slurm_is_asked_for(capsys: pytest.CaptureFixture[str], empty_folde
 
 @pytest.mark.slow
 def test_a_job_that_would_save_nothing_on_the_way_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    for every, is_said in (("null", True), ("50", False)):
-        assert main([*JOB, f"snapshot.every_steps={every}", "--dry-run"]) == 0
-        assert ("snapshot.every_steps is not set" in capsys.readouterr().err) == is_said
+    for keys, is_said in (
+        (["snapshot=weights"], True),
+        (["snapshot=weights", "snapshot.every_steps=50"], False),
+        ([], False),
+    ):
+        assert main([*JOB, *keys, "--dry-run"]) == 0
+        assert ("neither snapshot.every_steps nor" in capsys.readouterr().err) == is_said
 
 
 def test_ranks_on_cpu_cores_ask_for_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from test_report import REPORT
 
 from pipetrain.cli.main import main
-from pipetrain.config.load import as_yaml, load
+from pipetrain.config.load import as_yaml, load_config
 from pipetrain.monitor.folder import SWEEP_JOBS, RunFolder
 from pipetrain.monitor.report import write_report
 
@@ -17,7 +17,7 @@ from pipetrain.monitor.report import write_report
 def make_run(path: pathlib.Path, *overrides: str, loss: float = 2.0) -> str:
     folder = RunFolder(path)
     folder.create()
-    folder.config.write_text(as_yaml(load([*overrides, f"run_dir={path}"])))
+    folder.config.write_text(as_yaml(load_config([*overrides, f"run_dir={path}"])))
     write_report(folder.report, dataclasses.replace(REPORT, loss=loss))
     folder.metrics.write_text("".join(json.dumps({"step": step, "loss": loss / step}) + "\n" for step in (1, 2, 3)))
     return str(path)

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from shows import show
 
 from pipetrain.cli.main import main
-from pipetrain.config.load import load
+from pipetrain.config.load import load_config
 from pipetrain.monitor.folder import RunFolder
 from pipetrain.monitor.lines import read_lines
 from pipetrain.monitor.step_report import StepMetrics
@@ -114,13 +114,13 @@ def test_a_package_that_is_missing_is_said_before_anything_starts(
 
 def test_only_what_is_asked_for_is_made(tmp_path: pathlib.Path) -> None:
     def names(*overrides: str) -> list[str]:
-        made = make_trackers(load(overrides).observe, RunFolder(tmp_path), 1)
+        made = make_trackers(load_config(overrides).observe, RunFolder(tmp_path), 1)
         Trackers(made).close()
         return list(made)
 
     assert names() == ["metrics.jsonl"]
     assert names("observe=wandb", "observe.tensorboard=true") == ["metrics.jsonl", "wandb", "tensorboard"]
-    assert load(["observe=wandb"]).observe.wandb.mode == "offline"
+    assert load_config(["observe=wandb"]).observe.wandb.mode == "offline"
 
 
 def test_evaluations_on_the_way_are_kept_and_repeated_ones_dropped(tmp_path: pathlib.Path) -> None:
@@ -152,7 +152,7 @@ def end_cores() -> None:
 def lose_wandb_half_way(path: pathlib.Path) -> tuple[list[int], list[int]]:
     """Forty steps; after half of them wandb's process is ended. Its processes then, and those at the end."""
     os.environ["HOME"] = str(path)
-    trackers = Trackers(make_trackers(load(["observe=wandb"]).observe, RunFolder(path), 1))
+    trackers = Trackers(make_trackers(load_config(["observe=wandb"]).observe, RunFolder(path), 1))
     trackers.tell(lambda tracker: tracker.start({"steps": 40}))
     lost: list[int] = []
     for step in range(1, 41):
@@ -191,7 +191,7 @@ def lose_wandb_at_the_end(path: pathlib.Path, over_the_page: bool) -> None:
             end_cores()
 
     wandb.Html.bind_to_run = take_and_lose
-    trackers = Trackers(make_trackers(load(["observe=wandb"]).observe, RunFolder(path), 1))
+    trackers = Trackers(make_trackers(load_config(["observe=wandb"]).observe, RunFolder(path), 1))
     trackers.tell(lambda tracker: tracker.start({}))
     for step in range(1, 4):
         tell_step(trackers, step)

@@ -11,7 +11,7 @@ from examples import examples
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from pipetrain.config.load import load
+from pipetrain.config.load import load_config
 from pipetrain.plan.balance import balance_by_step, balance_by_work, balance_told, costs_by_work
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.families import AUTO
@@ -139,11 +139,11 @@ TWELVE = ["model.num_hidden_layers=10", "pipeline.num_stages=2", "pipeline.num_m
 
 
 def test_a_run_counts_r_and_keeps_what_is_said() -> None:
-    made = prepare(load(TWELVE))
+    made = prepare(load_config(TWELVE))
     assert (made.plan.balance, made.note.startswith("balance 5, 7 layers")) == ((5, 7), True)
-    kept = prepare(load([*TWELVE, "pipeline.balance=[6,6]"]))
+    kept = prepare(load_config([*TWELVE, "pipeline.balance=[6,6]"]))
     assert (kept.plan.balance, kept.note) == ((6, 6), "")
-    assert prepare(load([*TWELVE, "cost.forward_seconds=[1,1]"])).plan.balance == (6, 6)
-    assert prepare(load([*TWELVE, "recompute=never"])).plan.balance == (6, 6)
-    phases = prepare_phases(load([*TWELVE, "phases=[{from:0},{from:9,recompute:{mode:never}}]"]))
+    assert prepare(load_config([*TWELVE, "cost.forward_seconds=[1,1]"])).plan.balance == (6, 6)
+    assert prepare(load_config([*TWELVE, "recompute=never"])).plan.balance == (6, 6)
+    phases = prepare_phases(load_config([*TWELVE, "phases=[{from:0},{from:9,recompute:{mode:never}}]"]))
     assert [phase.run.plan.balance for phase in phases] == [(5, 7), (5, 7)]

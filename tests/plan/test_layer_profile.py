@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipetrain.config.load import load
+from pipetrain.config.load import load_config
 from pipetrain.plan.balance import cut_by_work
 from pipetrain.plan.profile import (
     LOSS,
@@ -159,19 +159,19 @@ def test_a_run_has_parts_by_the_profile_of_its_layers(tmp_path: Path) -> None:
     blocks = dataclasses.replace(BLOCK, numbers=(1, 2, 3))
     heavy = dataclasses.replace(BLOCK, numbers=(4,), inner_bytes=500, recompute_seconds=3.0)
     head, loss = dataclasses.replace(BLOCK, numbers=(5,)), dataclasses.replace(END, numbers=(6,), inner_bytes=400)
-    measured = Profile(conditions=conditions_of(load(keys)), layers=(FIRST, blocks, heavy, head, loss))
+    measured = Profile(conditions=conditions_of(load_config(keys)), layers=(FIRST, blocks, heavy, head, loss))
     file.write_text(measured.as_json())
-    assert prepare(load(keys)).schedule.policy.parts == ((2, 1), (1, 2))  # by work
+    assert prepare(load_config(keys)).schedule.policy.parts == ((2, 1), (1, 2))  # by work
     given = [*keys, f"plan.profile={file}"]
-    policy = prepare(load(given)).schedule.policy
+    policy = prepare(load_config(given)).schedule.policy
     assert policy.parts == ((2, 1), (2, 1))
     assert policy.share_of(1, 0) == (1 + 3) / (1 + 3 + 1 + 1)
-    assert predict(load(given)).schedule.policy == policy
+    assert predict(load_config(given)).schedule.policy == policy
     with pytest.raises(ValueError, match=r"measured with precision=auto, and this has bf16-mixed"):
-        prepare(load([*given, "precision=bf16-mixed"]))
+        prepare(load_config([*given, "precision=bf16-mixed"]))
     with pytest.raises(ValueError, match=r"measured with data.global_batch_size / .*=2, and this has 1; measure again"):
-        prepare(load([*given, "parallel.num_replicas=2"]))
+        prepare(load_config([*given, "parallel.num_replicas=2"]))
     file.write_text(Profile(Costs.spread(2), 8).as_json())
     with pytest.raises(ValueError, match=r"by which recompute.segments=2 cuts a stage; measure the layers with"):
-        prepare(load(given))
-    assert predict(load(given)).schedule.policy.parts == ()
+        prepare(load_config(given))
+    assert predict(load_config(given)).schedule.policy.parts == ()

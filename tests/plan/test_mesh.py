@@ -11,7 +11,7 @@ from ranks import run_ranks
 
 from pipetrain.cli.main import main
 from pipetrain.comm.coordinates import Grid
-from pipetrain.config.load import load
+from pipetrain.config.load import load_config
 from pipetrain.config.records import ModelConfig, OptimConfig
 from pipetrain.config.together import check_run
 from pipetrain.data.tokenizer import ByteTokenizer
@@ -176,7 +176,7 @@ def test_optimizer_bytes_are_those_that_an_optimizer_has(zero: int) -> None:
         "model.num_hidden_layers=2",
     ]
     sizes = ["model.hidden_size=16", "model.num_attention_heads=2", "model.vocab_size=24"]
-    config = load([*overrides, *sizes, "data.global_batch_size=24"])
+    config = load_config([*overrides, *sizes, "data.global_batch_size=24"])
     mesh, unknown = predict_mesh(config, predict(config).schedule)
     assert unknown == ""
     assert [rank.optimizer_bytes for rank in mesh.ranks] == run_ranks(3, bytes_of_state, bool(zero))
@@ -257,7 +257,7 @@ def test_what_the_model_does_not_make_is_drawn_and_said(capsys: pytest.CaptureFi
 
 
 def test_tokens_of_bytes_are_as_many_as_the_tokenizer_has() -> None:
-    config = load(QUICK)
+    config = load_config(QUICK)
     mesh, _ = predict_mesh(config, predict(config).schedule)
     model = config.model
     assert sum(rank.parameters or 0 for rank in mesh.ranks) == 2 * sum(
@@ -269,7 +269,7 @@ def test_what_the_readme_says_to_type_of_replicas(capsys: pytest.CaptureFixture[
     readme = (pathlib.Path(__file__).resolve().parents[2] / "README.md").read_text()
     (row,) = [line for line in readme.splitlines() if line.startswith("| replicas |")]
     train, show = [command.split() for command in re.findall(r"`(pipetrain [^`]*)`", row)]
-    config = load(train[2:])
+    config = load_config(train[2:])
     check_run(config)
     assert (config.parallel.num_replicas, config.parallel.zero_stage) == (2, 1)
     assert main(show[1:]) == 0

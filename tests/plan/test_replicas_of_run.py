@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from pipetrain.config.load import load
+from pipetrain.config.load import load_config
 from pipetrain.launcher.nodes import choose_ranks_per_node
 from pipetrain.plan.world import World, world_of
 from pipetrain.schedule.kinds import Kind
@@ -16,7 +16,7 @@ EIGHT_GPUS = ("cluster.num_nodes=2", "cluster.ranks_per_node=4")
 
 
 def world(words: str, num_ranks: int | None = None) -> World:
-    config = load(words.split())
+    config = load_config(words.split())
     return world_of(config.pipeline, config.parallel, config.cluster, num_ranks)
 
 
@@ -65,24 +65,24 @@ def test_ranks_that_make_no_replicas_name_the_nearest_that_do(words: str, num_ra
 
 
 def test_the_plan_knows_all_ranks() -> None:
-    plan = prepare(load([TWO, STAGES_2, "experiment=smoke"])).plan
+    plan = prepare(load_config([TWO, STAGES_2, "experiment=smoke"])).plan
     assert (plan.num_replicas, plan.num_ranks, plan.world_size) == (2, 2, 4)
 
 
 def test_each_microbatch_of_each_replica_needs_a_sample() -> None:
     words = ["experiment=smoke", STAGES_2, "pipeline.num_microbatches=4"]
-    prepare(load([*words, TWO, "data.global_batch_size=8"]))
+    prepare(load_config([*words, TWO, "data.global_batch_size=8"]))
     with pytest.raises(
         ValueError,
         match=r"data.global_batch_size=7 is less than parallel.num_replicas=2 x .*=4 = 8.*num_microbatches=3",
     ):
-        prepare(load([*words, TWO, "data.global_batch_size=7"]))
+        prepare(load_config([*words, TWO, "data.global_batch_size=7"]))
     with pytest.raises(ValueError, match=r"data.global_batch_size=8 is less than parallel.num_replicas=3"):
-        prepare(load([*words, AUTO, "data.global_batch_size=8"]), 6)
+        prepare(load_config([*words, AUTO, "data.global_batch_size=8"]), 6)
 
 
 def test_machines_start_the_ranks_of_all_replicas() -> None:
-    config = load([*EIGHT_GPUS, STAGES_4])
+    config = load_config([*EIGHT_GPUS, STAGES_4])
     assert choose_ranks_per_node(config.cluster, config.pipeline, 4, 2) == 4
     with pytest.raises(
         ValueError, match=r"make 8 ranks, but pipeline.num_stages=4 .* need 4 ranks; set .*num_replicas=2"
@@ -93,9 +93,9 @@ def test_machines_start_the_ranks_of_all_replicas() -> None:
 def test_zero_waits_for_replicas_that_auto_may_not_find() -> None:
     # A run whose machines are gone but one goes on with one replica: then there is nothing to share.
     words = ["experiment=smoke", STAGES_2, AUTO, "parallel.zero_stage=1"]
-    assert prepare(load(words), 2).plan.num_replicas == 1
+    assert prepare(load_config(words), 2).plan.num_replicas == 1
     with pytest.raises(ValueError, match=r"parallel.zero_stage=1 with parallel.num_replicas=1"):
-        prepare(load(["experiment=smoke", STAGES_2, "parallel.zero_stage=1"]))
+        prepare(load_config(["experiment=smoke", STAGES_2, "parallel.zero_stage=1"]))
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,6 @@ def test_zero_waits_for_replicas_that_auto_may_not_find() -> None:
 def test_what_is_not_recomputed_has_parts_for_replicas(replicas: str, num_ranks: int, parts: set[int]) -> None:
     """What a run trains, however its replicas are counted."""
     words = f"{replicas} {STAGES_2} recompute.mode=never recompute.segments=2 data.global_batch_size=32"
-    run = prepare(load(words.split()), num_ranks=num_ranks)
+    run = prepare(load_config(words.split()), num_ranks=num_ranks)
     found = {op.part for _, _, op in run.schedule.ops() if op.kind is Kind.B and op.part is not None}
     assert found == parts

@@ -10,7 +10,7 @@ import pytest
 from beside_the_loop import mean_square
 from torch import nn
 
-from pipetrain.config.load import load
+from pipetrain.config.load import load_config
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.make import make_schedule
@@ -53,7 +53,7 @@ def test_what_does_not_run_yet_is_refused_before_a_process_starts(monkeypatch: p
         file.flush()
         options = ["experiment=smoke", f"pipeline.schedule={file.name}", "pipeline.num_microbatches=1"]
         with pytest.raises(ValueError, match="0W0: the runtime does not run W yet, only F, R, B, I, SEND_F"):
-            prepare(load([*options, "pipeline.num_stages=1", "recompute=never"]))
+            prepare(load_config([*options, "pipeline.num_stages=1", "recompute=never"]))
 
 
 def test_a_state_of_another_model() -> None:

@@ -123,6 +123,29 @@ def test_other_text_is_refused(tmp_path: pathlib.Path) -> None:
         on("b" * 64, "auto")
 
 
+def test_the_default_saves_every_ten_minutes_and_keeps_two(tmp_path: pathlib.Path) -> None:
+    """Counted from the snapshot before, whyever that was made."""
+    minutes = {"now": 0.0}
+    snapshots = Snapshots(RunConfig(), PLAN, tmp_path, Alone(), clock=lambda: 60 * minutes["now"])
+    snapshots.attach(*trained())
+    asked = []
+    for step, now in enumerate([5, 9.9, 10, 15, 20.1, 31, 40.9], start=1):
+        minutes["now"] = now
+        asked.append(snapshots.clock_asks())
+        snapshots.after_step(step, stopping=False, by_clock=asked[-1])
+    snapshots.finish()
+    assert asked == [False, False, True, False, True, True, False]
+    assert steps_in(tmp_path / "snapshots") == [6, 5]
+
+
+def test_only_the_clock_of_rank_0_asks(tmp_path: pathlib.Path) -> None:
+    late = iter([0.0, 1e6])
+    assert not Snapshots(RunConfig(), PLAN, tmp_path, Alone(rank=1, size=2), clock=lambda: next(late)).clock_asks()
+    none = dataclasses.replace(RunConfig(), snapshot=SnapshotConfig(every_minutes=None))
+    late = iter([0.0, 1e6])
+    assert not Snapshots(none, PLAN, tmp_path, Alone(), clock=lambda: next(late)).clock_asks()
+
+
 def test_without_every_steps_there_is_one_where_the_run_stops(tmp_path: pathlib.Path) -> None:
     snapshots = session(tmp_path, RunConfig())
     snapshots.attach(*trained())

@@ -80,14 +80,14 @@ def test_a_snapshot_of_replicas_is_read_as_any_other(tmp_path: pathlib.Path) -> 
         return agreed[0]
 
     first = Saver(tmp_path, rank=0, agree=agree, keep_last=2, say=print)
-    token = first._open_draft(5)
+    token = first._open_draft(5, Part)
     for rank in ranks[:-1]:
         other = Saver(tmp_path, rank=rank, agree=lambda value: max(value, token), keep_last=2, say=print)
         other.save(
             state_of(5, num_replicas), tensors_of(model, optimizer, CPU, replica=rank, num_replicas=num_replicas)
         )
         other._save.job.result()
-    first._open_draft = lambda step: token  # type: ignore[method-assign]
+    first._open_draft = lambda step, parts: token  # type: ignore[method-assign]
     agreed[0] = 0
     first.save(state_of(5, num_replicas), tensors_of(model, optimizer, CPU, num_replicas=num_replicas))
     agreed[0] = 0

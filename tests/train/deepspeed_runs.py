@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from pipetrain.config.load import load
+from pipetrain.config.load import load_config
 from pipetrain.config.records import RunConfig
 from pipetrain.config.together import check_run
 from pipetrain.data.batch import Batch
@@ -46,7 +46,7 @@ def accept(step: int, loss: float, norm: float | None) -> bool:
 
 
 def checked_config(*options: str) -> RunConfig:
-    config = load(options)
+    config = load_config(options)
     check_run(config)
     check_engine(config)
     return config

@@ -13,7 +13,7 @@ import torch
 from commands import PIPETRAIN, complete
 from resumed import assert_same_weights, metrics_of
 
-from pipetrain.config.load import load
+from pipetrain.config.load import load_config
 from pipetrain.config.together import check_run
 from pipetrain.launcher.outcome import Exit
 from pipetrain.models.weights import read_weights
@@ -68,7 +68,9 @@ def check_learnt(report: dict[str, Any], lines: list[dict[str, Any]], num_steps:
 def test_a_llama_learns_from_chats(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three stages on one rank, in this process."""
     monkeypatch.chdir(folder)
-    config = load([*SHORT, "epochs=0.3", "pipeline.stages_per_rank=3", "optim.learning_rate=1e-2", "run_dir=here"])
+    config = load_config(
+        [*SHORT, "epochs=0.3", "pipeline.stages_per_rank=3", "optim.learning_rate=1e-2", "run_dir=here"]
+    )
     check_run(config)
     assert train(config).code is Exit.DONE
     report, lines = told_by(folder / "here")

@@ -17,7 +17,7 @@ from commands import begin, children_of, complete, end
 
 from pipetrain.cli import generate_command
 from pipetrain.cli.main import main
-from pipetrain.config.load import as_yaml, load
+from pipetrain.config.load import as_yaml, load_config
 from pipetrain.data.tokenizer import ByteTokenizer
 from pipetrain.launcher.outcome import Exit, Outcome
 from pipetrain.models.spec import make_spec
@@ -35,7 +35,7 @@ def a_run(folder: pathlib.Path, options: list[str], num_layers: int) -> RunFolde
     """What a run over two ranks leaves behind, but for its weights."""
     run = RunFolder(folder)
     run.create()
-    run.config.write_text(as_yaml(load(options)))
+    run.config.write_text(as_yaml(load_config(options)))
     run.plan.write_text(json.dumps(asdict(make_plan(num_layers, num_ranks=2))))
     return run
 
@@ -44,7 +44,7 @@ def a_run(folder: pathlib.Path, options: list[str], num_layers: int) -> RunFolde
 def run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A tiny model of the quickstart's kind that has learnt nothing."""
     folder = a_run(tmp_path_factory.mktemp("runs") / "run", ["experiment=smoke"], 4)
-    spec = make_spec(load(["experiment=smoke"]).model, 256)
+    spec = make_spec(load_config(["experiment=smoke"]).model, 256)
     tensors = {
         f"{number}.{name}": tensor
         for number, layer in enumerate(spec.build(0, 4, seed=3))
@@ -86,7 +86,7 @@ def saved_run(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Three steps that change much, and the snapshots after the second and the third."""
     path = tmp_path_factory.mktemp("saved") / "run"
     options = ["experiment=smoke", "steps=3", "optim.learning_rate=0.1", "optim.warmup_steps=0", "snapshot.keep_last=2"]
-    done = train(load([*options, "snapshot.every_steps=1", "observe.progress=false", f"run_dir={path}"]))
+    done = train(load_config([*options, "snapshot.every_steps=1", "observe.progress=false", f"run_dir={path}"]))
     assert done.code is Exit.DONE
     return path
 

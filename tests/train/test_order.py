@@ -13,7 +13,7 @@ from ranks import NEVER_SECONDS, PATIENCE_SECONDS
 from small_text import make_text
 
 from pipetrain import train as rank
-from pipetrain.config.load import as_yaml, load
+from pipetrain.config.load import as_yaml, load_config
 from pipetrain.config.records import RunConfig
 from pipetrain.monitor.folder import RunFolder
 from pipetrain.schedule.csv_file import write_csv
@@ -70,18 +70,18 @@ def agreed(ranks: Ranks, config: RunConfig) -> list[str | None]:
 
 
 def test_one_rank_seeks_and_all_have_the_same(prepared: list[RunConfig]) -> None:
-    config = load(TYPED)
+    config = load_config(TYPED)
     orders = agreed(Ranks(3), config)
     assert len(prepared) == 1
     assert len(set(orders)) == 1
     schedules = [prepare(config, 3, order).schedule for order in orders]
     assert write_csv(schedules[0]) == orders[0]
     assert schedules[0] == schedules[1] == prepare(config, 3).schedule
-    assert agreed_on_phases(Ranks(3), load(["pipeline.num_stages=3"])) == [[]] * 3
+    assert agreed_on_phases(Ranks(3), load_config(["pipeline.num_stages=3"])) == [[]] * 3
 
 
 def test_every_rank_hears_what_is_wrong() -> None:
-    ranks, config = Ranks(3), load([*TYPED, "plan.profile=/nowhere"])
+    ranks, config = Ranks(3), load_config([*TYPED, "plan.profile=/nowhere"])
     for number in range(3):
         ranks.rank = number
         with pytest.raises(ValueError, match=r"plan.profile=/nowhere: .* is not there"):
@@ -90,31 +90,33 @@ def test_every_rank_hears_what_is_wrong() -> None:
 
 def test_a_run_goes_on_in_its_order(tmp_path: pathlib.Path, prepared: list[RunConfig]) -> None:
     folder = RunFolder(tmp_path)
-    config = load([*TYPED, f"run_dir={tmp_path}"])
+    config = load_config([*TYPED, f"run_dir={tmp_path}"])
     (tmp_path / "snapshots" / "step-00000002").mkdir(parents=True)
     folder.config.write_text(as_yaml(config))
     # Another order than would be sought: in that of 1F1B stage 0 has less in flight.
-    other = write_csv(prepare(load([*TYPED, "recompute.stash=2"]), 3).schedule)
+    other = write_csv(prepare(load_config([*TYPED, "recompute.stash=2"]), 3).schedule)
     assert other != write_csv(prepare(config, 3).schedule)
     folder.schedule.write_text(other)
     for resume in ("auto", tmp_path, tmp_path / "snapshots", tmp_path / "snapshots" / "step-00000002"):
-        changed = load([*TYPED, f"run_dir={tmp_path}", f"resume={resume}", "steps=9", "pipeline.search_seconds=5"])
+        changed = load_config(
+            [*TYPED, f"run_dir={tmp_path}", f"resume={resume}", "steps=9", "pipeline.search_seconds=5"]
+        )
         assert set(agreed(Ranks(3), changed)) == {other}
     assert not prepared
     for change in ("recompute.sets=2", "recompute.mode=early", "cost.hop_seconds=0.5"):
-        agreed(Ranks(3), load([*TYPED, f"run_dir={tmp_path}", "resume=auto", change]))
+        agreed(Ranks(3), load_config([*TYPED, f"run_dir={tmp_path}", "resume=auto", change]))
     assert len(prepared) == 3, "sought again for what has changed"
 
 
 @pytest.mark.slow
 def test_each_phase_has_its_order_and_goes_on_in_it(tmp_path: pathlib.Path, prepared: list[RunConfig]) -> None:
     folder, phases = RunFolder(tmp_path), "phases=[{from:0,recompute:{sets:2}},{from:3,recompute:{stash:2}}]"
-    config = load([*TYPED, f"run_dir={tmp_path}", phases])
+    config = load_config([*TYPED, f"run_dir={tmp_path}", phases])
     first, *others = agreed_on_phases(Ranks(3), config)
     assert [first] * 2 == others
     assert len(prepared) == 1
     assert first == [
-        write_csv(prepare(load([*TYPED, key]), 3).schedule) for key in ("recompute.sets=2", "recompute.stash=2")
+        write_csv(prepare(load_config([*TYPED, key]), 3).schedule) for key in ("recompute.sets=2", "recompute.stash=2")
     ]
     assert first[0] != first[1]
     (tmp_path / "snapshots" / "step-00000002").mkdir(parents=True)
@@ -124,14 +126,14 @@ def test_each_phase_has_its_order_and_goes_on_in_it(tmp_path: pathlib.Path, prep
         folder.phase(number).path.mkdir(parents=True)
         folder.phase(number).schedule.write_text(str(order))
     again = [*TYPED, f"run_dir={tmp_path}", "resume=auto"]
-    assert agreed_on_phases(Ranks(1), load([*again, phases])) == [first]
+    assert agreed_on_phases(Ranks(1), load_config([*again, phases])) == [first]
     # Whichever phase has it now, and in a run without any.
     turned = "phases=[{from:0,recompute:{stash:2}},{from:5,recompute:{sets:2}}]"
-    assert agreed_on_phases(Ranks(1), load([*again, turned])) == [first[::-1]]
-    assert agreed(Ranks(1), load([*again, "recompute.stash=2"])) == [first[1]]
+    assert agreed_on_phases(Ranks(1), load_config([*again, turned])) == [first[::-1]]
+    assert agreed(Ranks(1), load_config([*again, "recompute.stash=2"])) == [first[1]]
     assert len(prepared) == 1, "nothing was sought again"
     added = "phases=[{from:0,recompute:{stash:2}},{from:5,recompute:{sets:3}}]"
-    orders = agreed_on_phases(Ranks(3), load([*again, added]))[0]
+    orders = agreed_on_phases(Ranks(3), load_config([*again, added]))[0]
     assert (orders[0], len(prepared)) == (first[1], 2)
 
 
@@ -139,7 +141,7 @@ def test_search_is_shorter_than_what_ranks_wait() -> None:
     with pytest.raises(
         ValueError, match=r"pipeline.search_seconds=30.0: the other ranks wait timeout_seconds=20.0 at most"
     ):
-        prepare(load(["experiment=smoke", "pipeline.schedule=auto", "timeout_seconds=20"]))
+        prepare(load_config(["experiment=smoke", "pipeline.schedule=auto", "timeout_seconds=20"]))
 
 
 @pytest.mark.slow

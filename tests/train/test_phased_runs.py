@@ -14,7 +14,7 @@ from ranks import run_outcomes, run_ranks
 from resumed import assert_same_training, metrics_of
 from small_text import make_text
 
-from pipetrain.config.load import load
+from pipetrain.config.load import load_config
 from pipetrain.monitor.report import read_report
 from pipetrain.runtime.faults import VARIABLE
 from pipetrain.train import train
@@ -47,7 +47,7 @@ assert_same = functools.partial(assert_same_training, steps=STEPS, keys=KEYS)
 def trained(folder: str, *runs: Sequence[str]) -> list[str]:
     """On every rank: these runs, one after the other; what the outcome of each says."""
     os.chdir(folder)
-    return [train(load([*RUN, f"data.path={folder}/text", *overrides])).message for overrides in runs]
+    return [train(load_config([*RUN, f"data.path={folder}/text", *overrides])).message for overrides in runs]
 
 
 @pytest.fixture(scope="module")

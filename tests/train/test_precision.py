@@ -15,7 +15,7 @@ from deepspeed_runs import checked_config
 from ranks import run_ranks
 from rounding import rounding
 
-from pipetrain.config.load import load
+from pipetrain.config.load import load_config
 from pipetrain.config.records import RunConfig
 from pipetrain.config.together import with_steps
 from pipetrain.data.batch import Batch
@@ -163,7 +163,7 @@ def losses_and_ops(backend: str | None) -> tuple[list[float], list[str], dict[st
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    config = load([*TINY, "model.num_hidden_layers=4"])
+    config = load_config([*TINY, "model.num_hidden_layers=4"])
     spec = make_spec(replace(config.model, dropout=0.0), VOCABULARY)
     if backend is not None:
         spec = with_compiled_layers(spec, backend)

@@ -19,7 +19,7 @@ from small_text import make_text
 from torch import Tensor
 
 from pipetrain.comm.failure import PipelineError
-from pipetrain.config.load import load
+from pipetrain.config.load import load_config
 from pipetrain.models.weights import read_weights
 from pipetrain.train import main
 from pipetrain.train import train as train_as_rank
@@ -177,7 +177,7 @@ def with_a_weight_that_changes_in_one_replica(folder: str, every: str) -> list[s
     os.chdir(folder)
     try:
         train_as_rank(
-            load(
+            load_config(
                 [
                     *RUN,
                     "run_dir=differs",
@@ -214,7 +214,7 @@ PLAIN = (*TWO_BY_TWO, "model.dropout=0", f"steps={LONG}")
 def killed(folder: str, rank: int, *words: str) -> None:
     os.environ["PIPETRAIN_FAULTS"] = f"kill rank={rank} op={rank % 2}F1 step=7"
     os.chdir(folder)
-    train_as_rank(load([*RUN, *words]))
+    train_as_rank(load_config([*RUN, *words]))
 
 
 @pytest.fixture(scope="module")
