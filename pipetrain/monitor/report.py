@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipetrain.monitor.draw.table import Table, number, size
+from pipetrain.monitor.draw.table import Table, number, printable, size
 from pipetrain.monitor.residuals import FIRST_COMPARED_STEP, MEASURED_STEPS, measure_costs
 from pipetrain.monitor.shown import Shown, show_schedule
 from pipetrain.monitor.step_report import PerRank, Report, StepFigures, StepMetrics, perplexity_of
 from pipetrain.monitor.stragglers import Straggler
 from pipetrain.plan.mesh import RankPlace, name_of, num_replicas_of
 from pipetrain.schedule.bound import bound_of
+from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import Timeline
 from pipetrain.schedule.schedule import Schedule
 
@@ -85,9 +86,18 @@ def read_report(path: Path) -> RunReport:
     if (version := values.get("format_version")) != FORMAT_VERSION:
         raise ValueError(f"{path}: format_version={version}, this pipetrain reads {FORMAT_VERSION}")
     try:
-        return _of_values(values)
+        return _of_values(_printable(values))
     except (TypeError, KeyError) as error:
         raise ValueError(f"{path}: this is not a report of this version ({error})") from error
+
+
+def _printable(value: Any) -> Any:
+    """Values of JSON, whose text no terminal obeys: a report may come from anybody."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {key: _printable(one) for key, one in value.items()}
+    return list(map(_printable, value)) if isinstance(value, list) else value
 
 
 def _of_values(values: Mapping[str, Any]) -> RunReport:
@@ -232,7 +242,7 @@ def measured_and_predicted(
     """The last step on each replica, and the step that the op times of `early` steps predict; neither where nobody tells of ops."""
     if last is None:
         return (), None
-    predicted = show_schedule(schedule, measure_costs(schedule.num_stages, early)) if early else None
+    predicted = show_schedule(schedule, _with_bytes(measure_costs(schedule.num_stages, early), last)) if early else None
     several = len(last.timelines) > 1
 
     def shown(number: int, timeline: Timeline) -> Shown:
@@ -240,7 +250,7 @@ def measured_and_predicted(
         costs = measure_costs(schedule.num_stages, [last.timelines], replica=number)
         return Shown(
             last.schedule,
-            costs,
+            _with_bytes(costs, last),
             timeline,
             # The step itself is an order of its ops: what their medians say of the least time can be no more.
             min(bound_of(last.schedule, costs), last.step_seconds),
@@ -250,6 +260,22 @@ def measured_and_predicted(
         )
 
     return tuple(shown(number, timeline) for number, timeline in enumerate(last.timelines)), predicted
+
+
+def _with_bytes(costs: Costs, last: Report) -> Costs:
+    """With what a microbatch took in `last`: of several stages of a rank each is charged as the largest."""
+    if not any(last.set_bytes):
+        return costs
+    ranks = {stage: where.rank for where in last.ranks if where.replica == 0 for stage in where.stages}
+    if len(ranks) != costs.num_stages:  # whoever made the report did not say who holds what
+        return costs
+    sizes = {
+        name: tuple(float(getattr(last, name)[ranks[stage]]) for stage in range(costs.num_stages))
+        for name in ("set_bytes", "input_bytes", "kept_bytes")
+    }
+    return replace(
+        costs, **{name: of_stages for name, of_stages in sizes.items() if name != "kept_bytes" or any(of_stages)}
+    )
 
 
 def make_report(

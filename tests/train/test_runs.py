@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from commands import PIPETRAIN, TORCHRUN, begin, complete, is_alive, wait_until
+from pages import drawn_in, panels_in
 from ranks import PATIENCE_SECONDS
 from small_text import make_text
 
@@ -25,9 +26,7 @@ METRICS = (
     "unexplained_seconds peak_activation_bytes peak_memory_bytes peak_reserved_bytes "
     "communicator_bytes reduce_exposed_seconds skipped phase"
 )
-FILES = (
-    "config.yaml plan.json schedule.csv profile.json metrics.jsonl report.json report.md timeline.html weights events"
-)
+FILES = "config.yaml plan.json schedule.csv profile.json metrics.jsonl report.json report.md timeline.html timeline.json weights events"
 REPORT = (
     "format_version steps heldout_loss tokens_per_second step_seconds_measured step_seconds_predicted bubble_fraction "
     "stopped_by recompute_hidden_seconds recompute_exposed_seconds peak_activation_bytes peak_activation_bytes_never "
@@ -78,8 +77,12 @@ def test_the_run_folder_has_everything(finished: Finished) -> None:
     assert [file.name for file in sorted((folder / "events").iterdir())] == ["rank-0000.jsonl", "rank-0001.jsonl"]
     assert json.loads((folder / "plan.json").read_text())["balance"] == [2, 2]
     page = (folder / "timeline.html").read_text()
-    assert page.count("rank 1</text>") == 4  # predicted, and below it measured: the ops, and what they hold
-    assert page.index("Predicted from the op times of steps") < page.index("Measured, step 6")
+    above, below = panels_in(page)
+    assert above["name"].startswith("Predicted from the op times of steps")
+    assert (below["name"], below["ranks"], below["bytes"]) == ("Measured, step 6", ["rank 0", "rank 1"], True)
+    assert [step["step"] for step in drawn_in(page)["steps"]] == [1, 2, 3, 6]
+    assert drawn_in(page)["charts"]["steps"] == [1, 2, 3, 4, 5, 6]
+    assert "block" in drawn_in(page)["stages"][0]
     assert "unexplained" in page
     assert "residual ms" in page
 

@@ -1,4 +1,4 @@
-"""A timeline as an SVG picture: a row per rank, a box per op, and what each rank holds as a curve; legible on light and dark pages."""
+"""A timeline as an SVG picture: a row per rank, a box per op; legible on light and dark pages."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
-from pipetrain.monitor.breakdown import Curve, bytes_over_time, sets_over_time
+from pipetrain.monitor.draw.drawing import facts_of
 from pipetrain.monitor.draw.palette import LOOKS, THEME, drawn_kinds, looks_of
-from pipetrain.monitor.draw.table import number, size
+from pipetrain.monitor.draw.table import number
 from pipetrain.monitor.shown import Shown
 from pipetrain.schedule.events import OpEvent, ran_beside
 from pipetrain.schedule.op import Lane
@@ -20,8 +20,7 @@ _CHARACTER, _SPARE = 6.6, 3.0  # the width of one in a name, and what a box must
 
 _ROW, _GAP, _FOOT = 30, 7, 4
 _HEAD = 62
-_CURVE, _ROOM = 46, 10  # a rank's curve, with the room above it
-FONT = "ui-sans-serif, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
+_FONT = "ui-sans-serif, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 _HATCH = """<defs><pattern id="exposed" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
 <rect width="2.2" height="6" fill="#3d2600" fill-opacity=".35"/></pattern></defs>"""
 
@@ -40,7 +39,7 @@ def svg(*shown: Shown, width: int = 960, names: Sequence[str] = ()) -> str:
     shape = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {shape} font-family="{FONT}" font-size="13" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" {shape} font-family="{_FONT}" font-size="13" role="img">',
             f"<title>{escape('; '.join(one.title for one in shown))}</title>",
             f"<style>{THEME}</style>",
             _HATCH,
@@ -115,19 +114,9 @@ def _rect(row: _Row, begin: float, end: float, before: str, after: str, *, inset
 
 
 def _heading(one: Shown, name: str, top: int) -> str:
-    facts = [
-        f"step {number(one.step_seconds)} s",
-        f"bound {number(one.bound_seconds)} s",
-        f"bubble {one.bubble_fraction:.0%}",
-    ]
-    if (recompute := one.hidden_seconds + one.exposed_seconds) > 0:
-        facts.append(f"recompute hidden {number(one.hidden_seconds)} of {number(recompute)} s")
-    if reducing := max(rank.reduce_exposed_seconds for rank in one.breakdown):
-        facts.append(f"reduce exposed {number(reducing)} s")
-    facts.append(f"sets alive per rank {' '.join(f'{rank.peak_sets:g}' for rank in one.breakdown)}")
     return (
         f'<text class="text" x="{_MARGIN}" y="{top + 16}" font-size="17" font-weight="600">{escape(name)}</text>'
-        f'<text class="faint" x="{_MARGIN}" y="{top + 38}">{escape("  ·  ".join(facts))}</text>'
+        f'<text class="faint" x="{_MARGIN}" y="{top + 38}">{escape("  ·  ".join(facts_of(one)))}</text>'
     )
 
 
@@ -187,38 +176,3 @@ def _legend(shown: Sequence[Shown], y: float) -> str:
         pieces.append(f'<text class="faint" x="{x + 20:g}" y="{y}" font-size="12">{words}</text>')
         x += 40 + 6.5 * len(words)
     return "".join(pieces)
-
-
-# What each rank holds, as curves on the same time axis --------------------------------------------------------------
-
-
-def held_words(one: Shown) -> str:
-    """What the curves count."""
-    return "sets of activations alive" if one.peak_bytes() is None else "bytes of sets and stashed inputs"
-
-
-def memory_curves(one: Shown, *, width: int, longest: float) -> str:
-    """An SVG with a curve per rank, `longest` seconds wide: bytes where the costs tell their sizes, else sets alive."""
-    in_bytes = one.peak_bytes() is not None
-    curves: list[Curve] = []
-    for rank in range(one.schedule.num_ranks):
-        events = one.timeline.of_rank(rank)
-        held = bytes_over_time(one.schedule, events, one.costs) if in_bytes else sets_over_time(one.schedule, events)
-        curves.append(list(dict(held).items()))  # changes at one moment count as one: where a set takes another's place
-    peaks = [max((held for _, held in curve), default=0.0) for curve in curves]
-    up = (_CURVE - _ROOM) / (max(peaks, default=0.0) or 1.0)
-    across = (width - _LEFT - _RIGHT) / longest if longest > 0 else 0.0
-    pieces = []
-    for rank, (curve, peak) in enumerate(zip(curves, peaks)):
-        base = (rank + 1) * _CURVE
-        steps = "".join(f"H{_LEFT + (time - one.start) * across:.1f}V{base - held * up:.1f}" for time, held in curve)
-        most = size(peak) if in_bytes else f"{peak:g}"
-        pieces.append(f'<rect class="idle" x="{_LEFT}" y="{base}" width="{width - _LEFT - _RIGHT}" height="1"/>')
-        pieces.append(f'<path class="curve" d="M{_LEFT},{base}{steps}V{base}Z"/>')
-        pieces.append(f'<text class="text" x="16" y="{base - 14}">{one.rank_name(rank)}</text>')
-        pieces.append(f'<text class="faint" x="16" y="{base}" font-size="11">max {most}</text>')
-    height = len(curves) * _CURVE + 8
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-        f' font-size="13">{"".join(pieces)}</svg>'
-    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
 Row = Sequence[str]
 _NARROWEST_RULE = 3  # markdown wants three characters below a column's head
+_OBEYED = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,10 @@ class Table:
     head: Row
     rows: Sequence[Row]
     left: frozenset[int] = frozenset({0})
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "head", tuple(map(printable, self.head)))
+        object.__setattr__(self, "rows", tuple(tuple(map(printable, row)) for row in self.rows))
 
     def as_text(self, *, ruled: bool = False) -> str:
         """Columns two spaces apart; `ruled`: with a line below the head."""
@@ -49,6 +55,11 @@ class Table:
         for column, cell in enumerate(row):
             side = ' class="left"' if column in self.left else ""
             yield f"<{tag}{side}>{escape(cell)}</{tag}>"
+
+
+def printable(text: str) -> str:
+    """`text` without what a terminal would obey: control codes, and marks that turn the direction of text, become U+FFFD."""
+    return _OBEYED.sub("\ufffd", text)
 
 
 def number(value: float | None, shape: str = "{:.4g}") -> str:
