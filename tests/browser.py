@@ -51,6 +51,7 @@ class Browser:
                 "about:blank",
             ],
             pass_fds=(to_read, to_write),
+            env={**os.environ, "TMPDIR": profile},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
@@ -182,7 +183,8 @@ def main(words: Sequence[str]) -> int:
     page, target, *how = words
     with browsing() as browser:
         browser.open(Path(page).resolve().as_uri())
-        browser.media(scheme="dark" if "dark" in how else "light", kind="print" if "print" in how else "screen")
+        if not target.endswith(".pdf"):  # which has the media of a printer
+            browser.media(scheme="dark" if "dark" in how else "light", kind="print" if "print" in how else "screen")
         Path(target).write_bytes(browser.printed() if target.endswith(".pdf") else browser.picture())
         for problem in browser.problems:
             print(problem, file=sys.stderr)

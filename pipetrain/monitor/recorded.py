@@ -84,12 +84,14 @@ class RecordedSteps:
             peak = [report.peak_activation_bytes[rank] for rank in ranks]
             limit = [report.limit_bytes[rank] for rank in ranks]
             panels.append(panel_of(one, name, peak=peak, limit=limit))
+        names = [panel["name"] for panel in panels]
+        panels.append(panels.pop(slowest))  # the last panel is the one that the page opens with
         if self._steps and self._steps[-1]["step"] == step:
             self._steps.pop()
-        self._steps.append({"step": step, "slowest": slowest, "panels": panels})
+        self._steps.append({"step": step, "panels": panels})
         while len(self._steps) > 2 and sum(map(_num_ops, self._steps)) > _MOST_OPS:
             self._steps = [*self._steps[:-1:2], self._steps[-1]]
-        return [panel["name"] for panel in panels]
+        return names
 
     def _write(self, path: Path, fixed: Sequence[Panel], sections: Sequence[Section]) -> None:
         values = {**self._head, "fixed": fixed, "steps": self._steps}

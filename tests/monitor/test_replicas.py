@@ -206,7 +206,6 @@ def test_the_page_has_a_step_per_replica_and_says_which_was_last(tmp_path: pathl
     above, first, second = panels_in(text)
     assert first["name"] == "Measured, step 200, replica 0"
     assert second["name"] == "Measured, step 200, replica 1, the last to end"
-    assert drawn_in(text)["steps"][-1]["slowest"] == 1
     assert (first["ranks"], second["ranks"]) == (["rank 0", "rank 2"], ["rank 1", "rank 3"])
     assert "reduce exposed 3 s" in second["facts"]
     assert "REDUCE_GRAD" in {op[2].strip("0123456789>.") for op in second["ops"]}

@@ -17,34 +17,39 @@ from pipetrain.monitor.shown import Shown
 from pipetrain.schedule.events import ran_beside
 from pipetrain.schedule.op import Kind, Lane
 
-# Of each cause of the bubble: the head of its column, the field of the breakdown, what the rank does meanwhile, what to try.
+# Of each cause of the bubble: the head of its column, the field of the breakdown, what the rank does meanwhile, what to try, its colour.
 CAUSES = {
-    "fill": ("fill_seconds", "has not started its first op", "more microbatches, or more stages per rank"),
-    "drain": ("drain_seconds", "has ended its last op", "more microbatches, or more stages per rank"),
+    "fill": ("fill_seconds", "has not started its first op", "more microbatches, or more stages per rank", "#dcb64c"),
+    "drain": ("drain_seconds", "has ended its last op", "more microbatches, or more stages per rank", "#8d7bc3"),
     "reduce": (
         "reduce_exposed_seconds",
         "adds up gradients after the last op of any rank",
         "recompute.segments, for smaller buckets",
+        "#6b7280",
     ),
     "wait F": (
         "wait_activation_seconds",
         "waits for an activation of the stage before",
         "transport.prefetch, pipeline.warmup, or faster links",
+        "#e07a5f",
     ),
     "wait B": (
         "wait_gradient_seconds",
         "waits for a gradient of the stage after",
         "recompute.mode=overlap, or pipeline.split_backward=true",
+        "#c2477f",
     ),
     "imbalance": (
         "imbalance_seconds",
         "has less work than the busiest rank, which no order avoids",
         "another pipeline.balance",
+        "#5f9ea0",
     ),
     "unexplained": (
         "other_seconds",
         "has all that its next op needs, and runs nothing",
         "an idle machine, or layers that do not wait for the device",
+        "#a40e26",
     ),
 }
 _LANES = list(Lane)
@@ -60,7 +65,7 @@ def panel_of(one: Shown, name: str, *, peak: Sequence[float | None] = (), limit:
     held = [
         bytes_over_time(schedule, events, costs) if in_bytes else sets_over_time(schedule, events) for events in of_rank
     ]
-    fields = ["busy_seconds", *(field for field, _, _ in CAUSES.values())]
+    fields = ["busy_seconds", *(field for field, *_ in CAUSES.values())]
     return {
         "name": name,
         "facts": "  ·  ".join(facts_of(one)),
@@ -103,7 +108,7 @@ def facts_of(one: Shown) -> list[str]:
         facts.append(f"recompute hidden {number(one.hidden_seconds)} of {number(recompute)} s")
     if reducing := max(rank.reduce_exposed_seconds for rank in one.breakdown):
         facts.append(f"reduce exposed {number(reducing)} s")
-    facts.append(f"sets alive per rank {' '.join(f'{rank.peak_sets:g}' for rank in one.breakdown)}")
+    facts.append(f"sets alive per rank {' '.join(f'{rank.peak_sets:.3g}' for rank in one.breakdown)}")
     return facts
 
 
@@ -130,7 +135,10 @@ def drawing_data(
             for kind in Kind
             if (looks := LOOKS.get(kind.row.looks or "")) is not None
         },
-        "causes": [{"name": name, "words": words, "try": try_} for name, (_, words, try_) in CAUSES.items()],
+        "causes": [
+            {"name": name, "words": words, "tries": tries, "fill": fill}
+            for name, (_, words, tries, fill) in CAUSES.items()
+        ],
         "fixed": list(fixed),
         "steps": list(steps),
         "stages": list(stages),

@@ -14,8 +14,7 @@ from typing import Any
 
 from pipetrain.monitor.breakdown import RankBreakdown
 from pipetrain.monitor.draw.drawing import CAUSES, drawing_data, panel_of
-from pipetrain.monitor.draw.palette import LOOKS
-from pipetrain.monitor.draw.table import Table, number, printable
+from pipetrain.monitor.draw.table import Table, number, printable, size
 from pipetrain.monitor.report import RunReport, in_a_line, remarks, report_parts
 from pipetrain.monitor.residuals import residuals
 from pipetrain.monitor.shown import Shown
@@ -104,10 +103,9 @@ def run_sections(
     return [
         report_section(report),
         Section("Where the recomputation went", meanings=recomputation(shown, names)),
-        Section("The steps drawn above", tables=(schedules_table(shown, names),)),
+        Section("The steps drawn above", (clocks,), (schedules_table(shown, names),)),
         *rank_numbers(shown, names),
         *([] if predicted is None else [_against(predicted, measured)]),
-        Section("Clocks", (clocks,)),
     ]
 
 
@@ -157,22 +155,15 @@ def tables_html(sections: Iterable[Section]) -> str:
 
 def drawing(data: str) -> str:
     """The part that timeline.js fills from `data`, the text of `drawing_data`."""
-    kinds = "".join(
-        f'<span class="key"><i style="background:{looks.fill}"></i>{escape(looks.word)}</span>'
-        for looks in LOOKS.values()
-    )
-    fill = LOOKS["recompute"].fill
     return f"""<div id="drawing">
-<div class="tools"><span id="picker"><label>recorded <select id="step" aria-label="recorded step"></select></label>
-<select id="replica" aria-label="replica"></select></span>
+<div class="tools"><span id="picker"><label>recorded <select id="step" aria-label="recorded step"></select></label></span>
 <span><button id="closer" aria-label="zoom in">+</button> <button id="farther" aria-label="zoom out">&minus;</button>
 <button id="whole">whole step</button></span>
 <label><input type="checkbox" id="lanes"> a row per lane</label>
-{kinds}<span class="key"><i class="hatch" style="background-color:{fill}"></i>exposed: the next op waits for it</span>
-<span class="key"><i style="background:var(--idle)"></i>bubble: nothing runs</span></div>
+<span class="tools" id="legend"></span></div>
 <canvas id="steps" tabindex="0" role="img" aria-label="Ops of each rank over time; arrow keys choose an op, whose facts follow" aria-describedby="chosen"></canvas>
 <p class="faint help">Click an op, or use the arrow keys: its facts stand here. Drag moves, Ctrl and wheel, double click or + and - zoom, 0 shows the whole step, [ and ]
-pick a recorded step. Light bands at the foot of a box: a later stage of the same rank.</p>
+pick a recorded step. Paler boxes are of a later stage of the same rank.</p>
 <div id="chosen" role="status" aria-live="polite"></div>
 <h2>Memory per rank</h2><canvas id="memory" role="img" aria-label="What each rank holds over time" aria-describedby="memory-words"></canvas>
 <p class="faint" id="memory-words"></p>
@@ -216,7 +207,7 @@ def column_words(breakdown: Sequence[RankBreakdown]) -> dict[str, str]:
     """A sentence per column of `ranks_table`."""
     return {
         "busy": "The rank computes. All columns up to unexplained add up to the step.",
-        **{head: f"The rank {words}." for head, (_, words, _) in _causes_in(breakdown).items()},
+        **{head: f"The rank {words}." for head, (_, words, *_) in _causes_in(breakdown).items()},
         "R hidden": "Recomputation that cost no time: the rank would have waited.",
         "R exposed": "Recomputation for which the next op had to wait.",
         "peak sets": "Most sets of activations alive at once.",
@@ -254,7 +245,8 @@ def schedules_table(shown: Sequence[Shown], names: Sequence[str] = ()) -> Table:
         if any(ranks is not None for ranks in held):
             head.append(column)
             for row, ranks in zip(rows, held):
-                row.append(number(None if ranks is None else max(ranks), "{:.3g}"))
+                most = None if ranks is None else max(ranks)
+                row.append(size(most) if column == "peak bytes" else number(most, "{:.3g}"))
     return Table(head, rows)
 
 
@@ -266,7 +258,7 @@ def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
         [
             str(rank.rank),
             number(rank.busy_seconds),
-            *(number(getattr(rank, field)) for field, _, _ in causes.values()),
+            *(number(getattr(rank, field)) for field, *_ in causes.values()),
             number(rank.recompute_hidden_seconds),
             number(rank.recompute_exposed_seconds),
             number(rank.peak_sets),
@@ -276,7 +268,7 @@ def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
     return Table(head, rows)
 
 
-def _causes_in(breakdown: Sequence[RankBreakdown]) -> dict[str, tuple[str, str, str]]:
+def _causes_in(breakdown: Sequence[RankBreakdown]) -> dict[str, tuple[str, str, str, str]]:
     """All, but where no step ended with gradients that were added up, not that one."""
     reduces = any(rank.reduce_exposed_seconds > 0 for rank in breakdown)
     return {head: cause for head, cause in CAUSES.items() if head != "reduce" or reduces}
