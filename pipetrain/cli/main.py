@@ -79,6 +79,7 @@ COMMANDS = {
     "train": "train a model over pipeline stages",
     "show": "draw a schedule and its cost, without running it",
     "profile": "measure time and memory of each layer, and list outputs that are worth keeping",
+    "watch": "serve the page of a run on this machine, while the run goes on",
     "report": "print what a run did, measured and predicted; or compare several runs",
     "verify": "compare every schedule and mode with one process, bit for bit",
     "generate": "generate text with a trained model",

@@ -108,6 +108,50 @@ def _of_values(values: Mapping[str, Any]) -> RunReport:
     return RunReport(**fields)
 
 
+# What a row or a column of the tables below is, by how its name begins.
+_WORDS = {
+    "loss": "of the last step, mean over the targets of the batch that count; nats per token.",
+    "held-out loss": "the same over text that training never sees, after the last step.",
+    "perplexity": "e to the loss.",
+    "held-out perplexity": "e to the held-out loss.",
+    "tokens seen": "positions of all batches so far, with padding.",
+    "tokens per second": "positions of a batch over the whole step, with optimizer and bookkeeping; median.",
+    "tokens/s": "positions of a batch over the whole step, with optimizer and bookkeeping; median.",
+    "step": "seconds from the first op to the last one of any rank; median.",
+    "step, measured": "from the first op to the last one of any rank; median from step 5 on.",
+    "step, predicted": "the schedule simulated with the op times of steps 2 to 4; in brackets its error.",
+    "bubble": "share of the step in which a rank computes nothing, over all ranks; median.",
+    "model FLOPs": "FLOPs of forward and backward over observe.peak_flops_per_second of all devices; R does not count.",
+    "recompute hidden": "seconds of R in which the rank would have waited; median.",
+    "recompute exposed": "seconds of R for which the next op had to wait; median.",
+    "backward deferred": "share of the backward that ran later, as gradients of weights.",
+    "peak activations": "most bytes held for a backward, messages included.",
+    "without recomputation": "what the rank would hold at most if all sets were kept.",
+    "set of a microbatch": "bytes of activations that a backward needs; of several stages the largest.",
+    "its input": "bytes of the stage's input, from F to R.",
+    "its outputs": "bytes of outputs that stay from F to B although R runs.",
+    "phase": "number of the phase, from 0.",
+    "steps": "its first and last step.",
+    "batch": "samples of a step x tokens of a sample.",
+    "microbatches": "slices of a batch.",
+    "recompute": "recompute.mode of the phase.",
+    "predicted": "as above, from steps 2 to 4 of the phase.",
+    "R exposed, most": "of the rank that has most.",
+    "run": "the name of the folder.",
+    "experiment": "its `experiment` key.",
+    "differs in": "keys whose values are not those of all runs.",
+    "held-out": "loss over text that training never sees, after the last step.",
+    "exposed R": "seconds of R for which the next op had to wait, summed over ranks; median.",
+}
+
+
+def words_of(names: Iterable[str]) -> list[tuple[str, str]]:
+    """A sentence for each of these rows or columns that has one."""
+    longest = sorted(_WORDS, key=len, reverse=True)
+    found = ((name, next((key for key in longest if name.startswith(key)), None)) for name in names)
+    return [(name, _WORDS[key]) for name, key in found if key is not None]
+
+
 def as_markdown(report: RunReport) -> str:
     """The report as a page that reads well as text, too."""
     stopped = f", stopped by {report.stopped_by}" if report.stopped_by else ""
@@ -174,7 +218,7 @@ def _totals(report: RunReport) -> Table:
         ("bubble", number(report.bubble_fraction, "{:.1%}")),
         *([] if report.mfu is None else [("model FLOPs of the devices' peak (mfu)", number(report.mfu, "{:.1%}"))]),
     ]
-    return Table(("", "run"), rows)
+    return Table(("", "run"), rows, words=words_of(name for name, _ in rows))
 
 
 def _phase_totals(report: RunReport) -> Table:
@@ -197,7 +241,8 @@ def _phase_totals(report: RunReport) -> Table:
         )
         for one in report.phases
     ]
-    return Table((*header, "R exposed, most", "peak activations, most", "loss", "held-out loss"), rows)
+    head = (*header, "R exposed, most", "peak activations, most", "loss", "held-out loss")
+    return Table(head, rows, words=words_of(head))
 
 
 def most(of_ranks: PerRank) -> float | None:
@@ -225,7 +270,8 @@ def _rank_totals(report: RunReport) -> Table:
         *([("its input, held for R", *map(size, report.input_bytes))] if report.input_bytes else []),
         *([("its outputs kept for R", *map(size, report.kept_bytes))] if any(report.kept_bytes) else []),
     ]
-    return Table(("", *(f"rank {rank}" for rank in range(len(report.peak_activation_bytes)))), rows)
+    head = ("", *(f"rank {rank}" for rank in range(len(report.peak_activation_bytes))))
+    return Table(head, rows, words=words_of(name for name, *_ in rows))
 
 
 # From what the steps did to the report ----------------------------------------------------------------------------

@@ -24,20 +24,17 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: a heading, sentences, tables, and what their columns mean."""
+    """A part of a page: a heading, sentences, tables."""
 
     title: str
     text: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
-    meanings: tuple[tuple[str, str], ...] = ()
 
     def as_html(self) -> str:
-        parts = [heading(self.title), *map(paragraph, self.text), *map(framed, self.tables)]
-        return "\n".join([*parts, _list(self.meanings)] if self.meanings else parts)
+        return "\n".join([heading(self.title), *map(paragraph, self.text), *map(framed, self.tables)])
 
     def as_json(self) -> dict[str, Any]:
-        tables = [{"head": table.head, "rows": table.rows, "left": sorted(table.left)} for table in self.tables]
-        return {**asdict(self), "tables": tables}
+        return {**asdict(self), "tables": [{**asdict(table), "left": sorted(table.left)} for table in self.tables]}
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Section:
@@ -49,11 +46,11 @@ class Section:
                 list(map(str, one["head"])),
                 [list(map(str, row)) for row in one["rows"]],
                 frozenset(map(int, one["left"])),
+                [(str(name), str(words)) for name, words in one["words"]],
             )
             for one in values["tables"]
         )
-        meanings = tuple((str(term), str(words)) for term, words in values["meanings"])
-        return Section(str(values["title"]), tuple(map(str, values["text"])), tables, meanings)
+        return Section(str(values["title"]), tuple(map(str, values["text"])), tables)
 
 
 def page(title: str, *parts: str, live: bool = False) -> str:
@@ -71,7 +68,7 @@ def html(*shown: Shown, above: Sequence[str] = ()) -> str:
     names = [one.title for one in shown]
     panels = [panel_of(one, name) for one, name in zip(shown, names)]
     sections = [
-        Section("Where the recomputation went", meanings=recomputation(shown, names)),
+        Section("Where the recomputation went", recomputation(shown, names)),
         Section("Numbers", tables=(schedules_table(shown),)),
         *rank_numbers(shown, names),
     ]
@@ -102,7 +99,7 @@ def run_sections(
     clocks = f"The clocks of the ranks agree to within {clock_error_seconds * 1e6:.0f} microseconds."
     return [
         report_section(report),
-        Section("Where the recomputation went", meanings=recomputation(shown, names)),
+        Section("Where the recomputation went", recomputation(shown, names)),
         Section("The steps drawn above", (clocks,), (schedules_table(shown, names),)),
         *rank_numbers(shown, names),
         *([] if predicted is None else [_against(predicted, measured)]),
@@ -173,9 +170,9 @@ pick a recorded step. Paler boxes are of a later stage of the same rank.</p>
 <script type="application/json" id="data">{data}</script>"""
 
 
-def recomputation(shown: Sequence[Shown], names: Sequence[str]) -> tuple[tuple[str, str], ...]:
+def recomputation(shown: Sequence[Shown], names: Sequence[str]) -> tuple[str, ...]:
     """Where the recomputation of each step went, in a sentence or three."""
-    return tuple((name, recompute_words(one)) for one, name in zip(shown, names, strict=True))
+    return tuple(f"{name}. {recompute_words(one)}" for one, name in zip(shown, names, strict=True))
 
 
 def recompute_words(one: Shown) -> str:
@@ -194,29 +191,11 @@ def recompute_words(one: Shown) -> str:
 
 
 def rank_numbers(shown: Sequence[Shown], names: Sequence[str]) -> list[Section]:
-    """For each step a table with a line per rank, and what its columns mean."""
-    sections = [
+    """For each step a table with a line per rank."""
+    return [
         Section(f"{name} · seconds per rank", tables=(ranks_table(one.breakdown),))
         for one, name in zip(shown, names, strict=True)
     ]
-    words = column_words([rank for one in shown for rank in one.breakdown])
-    return [*sections, Section("What the columns mean", meanings=tuple(words.items()))]
-
-
-def column_words(breakdown: Sequence[RankBreakdown]) -> dict[str, str]:
-    """A sentence per column of `ranks_table`."""
-    return {
-        "busy": "The rank computes. All columns up to unexplained add up to the step.",
-        **{head: f"The rank {words}." for head, (_, words, *_) in _causes_in(breakdown).items()},
-        "R hidden": "Recomputation that cost no time: the rank would have waited.",
-        "R exposed": "Recomputation for which the next op had to wait.",
-        "peak sets": "Most sets of activations alive at once.",
-    }
-
-
-def _list(meanings: Iterable[tuple[str, str]]) -> str:
-    entries = "".join(f"<dt>{escape(term)}</dt><dd>{escape(words)}</dd>" for term, words in meanings)
-    return f"<dl>{entries}</dl>"
 
 
 def schedules_table(shown: Sequence[Shown], names: Sequence[str] = ()) -> Table:
@@ -265,7 +244,17 @@ def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
         ]
         for rank in breakdown
     ]
-    return Table(head, rows)
+    return Table(
+        head,
+        rows,
+        words=[
+            ("busy", "The rank computes. All columns up to unexplained add up to the step."),
+            *((head, f"The rank {words}.") for head, (_, words, *_) in causes.items()),
+            ("R hidden", "Recomputation that cost no time: the rank would have waited."),
+            ("R exposed", "Recomputation for which the next op had to wait."),
+            ("peak sets", "Most sets of activations alive at once."),
+        ],
+    )
 
 
 def _causes_in(breakdown: Sequence[RankBreakdown]) -> dict[str, tuple[str, str, str, str]]:
