@@ -1,6 +1,6 @@
 """A headless Chromium, driven over its debugging pipe: the real engine, and no package but the browser's own.
 
-python -m tests.browser PAGE.html FILE.png [dark] [print]       a picture of a page
+python -m tests.browser PAGE.html FILE.png [dark] [print] [top]       a picture of a page, or of its top alone
 """
 
 from __future__ import annotations
@@ -149,9 +149,9 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", media=kind, features=features)
         self.drawn()
 
-    def picture(self) -> bytes:
-        """The whole page as PNG."""
-        return base64.b64decode(self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)["data"])
+    def picture(self, *, whole: bool = True) -> bytes:
+        """The page as PNG; what is in the window alone, if not the whole."""
+        return base64.b64decode(self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"])
 
     def printed(self) -> bytes:
         """The page as PDF."""
@@ -182,10 +182,14 @@ def browsing() -> Iterator[Browser]:
 def main(words: Sequence[str]) -> int:
     page, target, *how = words
     with browsing() as browser:
-        browser.open(Path(page).resolve().as_uri())
+        browser.open(
+            Path(page).resolve().as_uri(), width=1100 if "top" in how else 1280, height=680 if "top" in how else 900
+        )
         if not target.endswith(".pdf"):  # which has the media of a printer
             browser.media(scheme="dark" if "dark" in how else "light", kind="print" if "print" in how else "screen")
-        Path(target).write_bytes(browser.printed() if target.endswith(".pdf") else browser.picture())
+        Path(target).write_bytes(
+            browser.printed() if target.endswith(".pdf") else browser.picture(whole="top" not in how)
+        )
         for problem in browser.problems:
             print(problem, file=sys.stderr)
         return 1 if browser.problems else 0

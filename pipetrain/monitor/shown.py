@@ -109,6 +109,10 @@ class Shown:
         events = map(self.timeline.of_rank, range(self.schedule.num_ranks))
         return [max((held for _, held in stash_over_time(self.schedule, of_rank)), default=0) for of_rank in events]
 
+    def later_stages(self, rank: int) -> tuple[int, ...]:
+        """All stages of `rank` but its first: pictures have to tell them apart."""
+        return tuple(stage for stage, holder in enumerate(self.schedule.stage_ranks) if holder == rank)[1:]
+
     def exposed(self, rank: int) -> list[tuple[float, float]]:
         """When the recomputation of `rank` kept the next op from running."""
         return exposed_intervals(self.schedule, self.timeline.of_rank(rank))

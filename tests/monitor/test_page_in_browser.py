@@ -79,7 +79,7 @@ def middle_of(browser: Browser, page: str, panel: int, op: str) -> tuple[float, 
     rows = 0.0
     for number in range(panel + 1):
         of_rank = [sorted({one[1] for one in panels[number]["ops"] if one[0] == place}) for place in range(4)]
-        heights = [sum((22, 14, 7, 7, 7)[lane] + 1 for lane in lanes) + 5 for lanes in of_rank]
+        heights = [sum((22, 14, 9, 9, 9)[lane] + 1 for lane in lanes) + 5 for lanes in of_rank]
         rows += 40 + (sum(heights[:rank]) if number == panel else sum(heights) + 24)
     return x, box[1] + rows + 11
 

@@ -7,7 +7,7 @@ predicted above one that was measured, and where their time went.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -191,11 +191,10 @@ def recompute_words(one: Shown) -> str:
 
 
 def rank_numbers(shown: Sequence[Shown], names: Sequence[str]) -> list[Section]:
-    """For each step a table with a line per rank."""
-    return [
-        Section(f"{name} · seconds per rank", tables=(ranks_table(one.breakdown),))
-        for one, name in zip(shown, names, strict=True)
-    ]
+    """For each step a table with a line per rank; what the columns mean stands below the last."""
+    tables = [ranks_table(one.breakdown) for one in shown]
+    tables[:-1] = [replace(table, words=()) for table in tables[:-1]]
+    return [Section(f"{name} · seconds per rank", tables=(table,)) for name, table in zip(names, tables, strict=True)]
 
 
 def schedules_table(shown: Sequence[Shown], names: Sequence[str] = ()) -> Table:
@@ -237,7 +236,7 @@ def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
         [
             str(rank.rank),
             number(rank.busy_seconds),
-            *(number(getattr(rank, field)) for field, *_ in causes.values()),
+            *(number(_or_zero(getattr(rank, field), rank)) for field, *_ in causes.values()),
             number(rank.recompute_hidden_seconds),
             number(rank.recompute_exposed_seconds),
             number(rank.peak_sets),
@@ -255,6 +254,11 @@ def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
             ("peak sets", "Most sets of activations alive at once."),
         ],
     )
+
+
+def _or_zero(seconds: float, rank: RankBreakdown) -> float:
+    """What rounding leaves of nothing is nothing."""
+    return seconds if seconds > 1e-12 * (rank.busy_seconds + rank.bubble_seconds) else 0.0
 
 
 def _causes_in(breakdown: Sequence[RankBreakdown]) -> dict[str, tuple[str, str, str, str]]:

@@ -20,6 +20,7 @@ _CHARACTER, _SPARE = 6.6, 3.0  # the width of one in a name, and what a box must
 
 _ROW, _GAP, _FOOT = 30, 7, 4
 _HEAD = 62
+_INK_ON_PALE = "#14181d"
 _FONT = "ui-sans-serif, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 _HATCH = """<defs><pattern id="exposed" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
 <rect width="2.2" height="6" fill="#3d2600" fill-opacity=".35"/></pattern></defs>"""
@@ -81,7 +82,7 @@ def _panel(one: Shown, name: str, top: int, width: int, longest: float) -> str:
 
 
 def _boxes(one: Shown, rank: int, row: _Row, several: bool) -> list[str]:
-    """The ops of a rank; where R ran beside the others, as on a GPU, R in the lower part of the row. What adds up gradients, which
+    """The ops of a rank, paler those of its later stages; where R ran beside the others, as on a GPU, R in the lower part of the row. What adds up gradients, which
     does not occupy the rank, is a line at its foot."""
     foot = replace(row, y=row.y + _ROW - _FOOT, height=_FOOT)
     reduces = [event for event in one.timeline.of_rank(rank) if event.lane is Lane.REDUCE and event.op.kind.row.looks]
@@ -92,17 +93,20 @@ def _boxes(one: Shown, rank: int, row: _Row, several: bool) -> list[str]:
         upper = round(_ROW * 0.6)
         rows = dict.fromkeys(Lane, replace(row, height=upper - 1))
         rows[Lane.RECOMPUTE] = exposed = replace(row, y=row.y + upper, height=_ROW - upper)
-    pieces = []
+    pieces, later = [], one.later_stages(rank)
     for event in events:
         data = f'class="op" data-microbatch="{event.op.microbatch}"'
         filled = f'rx="3" fill="{looks_of(event.op.kind).fill}">{_title(event, row.start)}'
         pieces.append(_rect(rows[event.lane], event.start, event.end, data, filled, inset=0.75))
+        if event.op.stage in later:
+            paler = 'rx="3" fill="#ffffff" fill-opacity=".45" pointer-events="none"/>'
+            pieces.append(_rect(rows[event.lane], event.start, event.end, 'class="later"', paler, inset=0.75))
     for event in reduces:
         filled = f'fill="{looks_of(event.op.kind).fill}">{_title(event, row.start)}'
         pieces.append(_rect(foot, event.start, event.end, 'class="reduce"', filled))
     hatched = 'rx="3" fill="url(#exposed)" pointer-events="none"/>'  # recomputation for which the next op had to wait
     pieces += [_rect(exposed, begin, end, 'class="hatch"', hatched) for begin, end in one.exposed(rank)]
-    return [*pieces, *(_name(event, rows[event.lane], several) for event in events)]
+    return [*pieces, *(_name(event, rows[event.lane], several, event.op.stage in later) for event in events)]
 
 
 def _rect(row: _Row, begin: float, end: float, before: str, after: str, *, inset: float = 0.0) -> str:
@@ -127,7 +131,7 @@ def _title(event: OpEvent, start: float) -> str:
     return f"<title>{event.op}  {taken}</title></rect>"
 
 
-def _name(event: OpEvent, row: _Row, several: bool) -> str:
+def _name(event: OpEvent, row: _Row, several: bool, is_pale: bool) -> str:
     """The op's name in its box; the kind alone, or nothing, where that does not fit."""
     x, width = row.across(event.start, event.end)
     short = f"{event.op}".removeprefix(f"{event.op.stage}")
@@ -136,7 +140,7 @@ def _name(event: OpEvent, row: _Row, several: bool) -> str:
     if name is None:
         return ""
     return (
-        f'<text class="name" x="{x + width / 2:.2f}" y="{row.y + row.height / 2 + 4.2:g}" fill="{looks_of(event.op.kind).ink}"'
+        f'<text class="name" x="{x + width / 2:.2f}" y="{row.y + row.height / 2 + 4.2:g}" fill="{_INK_ON_PALE if is_pale else looks_of(event.op.kind).ink}"'
         f' font-size="12" text-anchor="middle" pointer-events="none">{name}</text>'
     )
 

@@ -4,7 +4,7 @@
   const $ = id => document.getElementById(id);
   if (!$('data')) return;
   const LANES = ['compute', 'recompute', 'send', 'recv', 'reduce'], [COMPUTE, RECOMPUTE, , RECV, REDUCE] = LANES.keys();
-  const HEIGHTS = [22, 14, 7, 7, 7], LEFT = 92, RIGHT = 12, GAP = 5, HEAD = 40, FOOT = 4;
+  const HEIGHTS = [22, 14, 9, 9, 9], LEFT = 92, RIGHT = 12, GAP = 5, HEAD = 40, FOOT = 4;
   const FONT = "ui-sans-serif, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif";
   const state = { pick: -1, from: 0, to: 1, hover: null, chosen: null };
   let data, recorded = [], panels = [], rows = [], longest = 1, scheduled = false; // `recorded`: a panel per step and replica
