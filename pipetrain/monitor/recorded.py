@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,19 +38,29 @@ class RecordedSteps:
         self._head: dict[str, Any] = {"format_version": FORMAT_VERSION, "title": "", "stages": []}
         self._steps: list[dict[str, Any]] = []
         self._due = float("-inf")
+        self._failed = False
 
     def start(self, title: str, stages: Sequence[str]) -> None:
         """`title` stands at the page's head, `stages` says which layers each has."""
         self._head |= {"title": title, "stages": list(stages)}
 
     def add(self, step: int, report: Report) -> None:
-        """Step number `step` is over; it is recorded if it is time to."""
+        """Step number `step` is over; it is recorded if it is time to, and small enough. A full disk costs the page, not the run."""
         started = time.monotonic()
         if len(self._steps) >= _FIRST_STEPS and started < self._due:
             return
+        if sum(len(timeline.events) for timeline in report.timelines) > _MOST_OPS:
+            return
         measured, _ = measured_and_predicted(report.schedule, report, [])
         self._keep(step, measured, report)
-        self._write(self._path, [], [])
+        try:
+            self._write(self._path, [], [])
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                print(
+                    f"pipetrain: {self._path} lacks steps from here on ({error.strerror})", file=sys.stderr, flush=True
+                )
         spent = time.monotonic() - started
         self._due = time.monotonic() + max(_SECONDS_BETWEEN, spent / _MOST_SHARE)
 
@@ -86,6 +97,8 @@ class RecordedSteps:
             panels.append(panel_of(one, name, peak=peak, limit=limit))
         names = [panel["name"] for panel in panels]
         panels.append(panels.pop(slowest))  # the last panel is the one that the page opens with
+        if sum(len(panel["ops"]) for panel in panels) > _MOST_OPS:
+            del panels[:-1]
         if self._steps and self._steps[-1]["step"] == step:
             self._steps.pop()
         self._steps.append({"step": step, "panels": panels})

@@ -196,6 +196,27 @@ def test_a_step_is_recorded_when_it_is_time_to(tmp_path: pathlib.Path) -> None:
     assert [one["step"] for one in json.loads((tmp_path / "timeline.json").read_text())["steps"]] == [1, 2, 3]
 
 
+def test_a_full_disk_ends_no_run_and_is_said_once(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = RecordedSteps(tmp_path / "gone" / "timeline.json")
+    recorded.start("a run", [])
+    for step in (1, 2):
+        recorded.add(step, report_of(step=step))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "timeline.json lacks steps from here on (No such file or directory)" in line
+
+
+def test_a_step_too_large_for_a_page_is_not_recorded_on_the_way(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipetrain.monitor.recorded._MOST_OPS", len(MEASURED.timeline.events) - 1)
+    recorded = RecordedSteps(tmp_path / "timeline.json")
+    recorded.start("a run", [])
+    recorded.add(1, report_of())
+    assert not (tmp_path / "timeline.json").exists()
+    recorded.finish(tmp_path / "timeline.json", REPORT, report_of(), [MEASURED], None, range(2, 5))
+    assert [one["step"] for one in json.loads((tmp_path / "timeline.json").read_text())["steps"]] == [200]
+
+
 def test_a_stage_is_named_by_its_layers() -> None:
     plan = Plan((3, 1, 2), (0, 1, 2), 4)
     assert layers_of_stages(plan, ()) == ["0 to 2", "3", "4 to 5"]

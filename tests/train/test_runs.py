@@ -16,7 +16,9 @@ from pages import drawn_in, panels_in
 from ranks import PATIENCE_SECONDS
 from small_text import make_text
 
+from pipetrain.cli.advice import advice_on
 from pipetrain.cli.main import main
+from pipetrain.monitor.folder import RunFolder
 
 Finished = tuple[pathlib.Path, "subprocess.CompletedProcess[str]"]
 TINY = ["experiment=smoke", "data=text"]
@@ -115,7 +117,9 @@ def test_the_report_has_exactly_what_scripts_rely_on(finished: Finished, capsys:
     # rank 0 recomputes one set at a time, so it holds less than all of them
     assert report["peak_activation_bytes"][0] < report["peak_activation_bytes_never"][0]
     assert main(["report", str(folder)]) == 0
-    assert capsys.readouterr().out == (folder / "report.md").read_text()
+    printed, _, advice = capsys.readouterr().out.rstrip("\n").partition("\n\n## What to do next\n\n")
+    assert printed + "\n" == (folder / "report.md").read_text()
+    assert advice.splitlines() == [f"- {one}" for one in advice_on(RunFolder(folder.resolve()))]
 
 
 @pytest.mark.slow
