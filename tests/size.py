@@ -27,7 +27,7 @@ ROOMS = {
     "engine": 1140,
     "launcher": 820,
     "models": 3460,
-    "monitor": 3537,
+    "monitor": 3546,
     "optim": 330,
     "plan": 1350,
     "runtime": 4810,

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pipetrain.config.renamed import current_overrides
 from pipetrain.launcher.outcome import Exit
+from pipetrain.monitor.draw.table import printable
 
 Parser = argparse.ArgumentParser
 Arguments = argparse.Namespace
@@ -63,8 +64,8 @@ def present(arguments: Arguments, text: Callable[[], str], values: Callable[[], 
 
 
 def say(text: str) -> None:
-    """A line for the user, on stderr."""
-    print(f"pipetrain: {text}", file=sys.stderr, flush=True)
+    """A line for the user, on stderr; of what a file says in it, the terminal obeys nothing."""
+    print(f"pipetrain: {chr(10).join(map(printable, text.splitlines()))}", file=sys.stderr, flush=True)
 
 
 def refuse(message: str, code: Exit = Exit.WRONG_INPUT) -> int:

@@ -129,6 +129,11 @@ def test_a_report_prints_no_code_that_a_terminal_obeys(run: pathlib.Path, capsys
     assert "\U0001f600" in shown
     assert main(["report", str(run), "--json"]) == 0
     assert "\x1b" not in capsys.readouterr().out
+    (run / "report.json").write_text(json.dumps({"format_version": TEXT}))
+    assert main(["report", str(run)]) == 2
+    refused = capsys.readouterr().err
+    assert "\ufffd" in refused
+    assert "\x1b" not in refused
 
 
 @pytest.mark.slow

@@ -120,9 +120,7 @@ def slowest_of(measured: Sequence[Shown]) -> int:
 
 def _against(predicted: Shown, measured: Sequence[Shown]) -> Section:
     """What each kind of op took more or less than predicted, over all replicas."""
-    caption = (
-        "Means over the ops of a kind, in milliseconds; a hop counts as its receive. Residual: measured - predicted."
-    )
+    caption = "Means over the ops of a kind, in milliseconds; number is how many there are, and a hop counts as its receive. Residual: measured - predicted."
     rows = []
     for one in residuals(predicted.timeline, *(each.timeline for each in measured)):
         share = f"{one.residual_seconds / one.predicted_seconds:+.1%}" if one.predicted_seconds > 0 else "-"
@@ -225,7 +223,19 @@ def schedules_table(shown: Sequence[Shown], names: Sequence[str] = ()) -> Table:
             for row, ranks in zip(rows, held):
                 most = None if ranks is None else max(ranks)
                 row.append(size(most) if column == "peak bytes" else number(most, "{:.3g}"))
-    return Table(head, rows)
+    return Table(head, rows, words=[(name, _SCHEDULE_WORDS[name]) for name in head[1:]])
+
+
+_SCHEDULE_WORDS = {
+    "step s": "From the first op of any rank to the last.",
+    "bound s": "The least that any order of these ops could take, as far as is proven.",
+    "bubble": "Share of the step in which a rank computes nothing, over all ranks.",
+    "R hidden s": "Recomputation that cost no time, summed over ranks.",
+    "R exposed s": "Recomputation for which the next op had to wait, summed over ranks.",
+    "peak sets": "Most sets of activations alive at once on any rank.",
+    "with inputs": "The same, with stored inputs counted as the part of a set that they are.",
+    "peak bytes": "Most bytes of sets and stored inputs at once on any rank.",
+}
 
 
 def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
