@@ -165,7 +165,9 @@ def test_causes_charts_and_memory_are_said(browser: Browser, tmp_path: pathlib.P
     assert "The rank waits for a gradient of the stage after. Try recompute.mode=overlap" in causes
     assert "loss: 3.111 at step 8" in text_of(browser, "charts")
     assert browser.run("document.querySelectorAll('#charts path').length") == 3
-    assert text_of(browser, "memory-words").startswith("Filled: activation sets alive. Line: the same, predicted.")
+    assert text_of(browser, "memory-words").startswith(
+        'Filled: activation sets alive. Line: the same of "Predicted from'
+    )
     assert "recompute, exposed: the next op waits for it" in text_of(browser, "legend")
 
 

@@ -230,7 +230,7 @@
     const given = [...new Set(limits)].map(bytes).join(', ');
     $('memory-words').textContent = [
       panel.bytes ? 'Filled: bytes of activation sets and stored inputs, from the order of the ops and the sizes measured.' : 'Filled: activation sets alive.',
-      plan ? 'Line: the same, predicted.' : '',
+      plan ? `Line: the same of "${plan.name}".` : '',
       panel.peak.some((_, rank) => measured(rank)) ? 'Blue: the most that was measured, messages on their way included.' : '',
       limit ? `The device has ${given}${limit <= top ? ' (red)' : ', which is above this scale'}.` : panel.bytes ? 'The device tells no limit: on a CPU, ranks share the memory of the machine.' : '',
     ].join(' ');
