@@ -211,7 +211,8 @@ def _steps(
     of_steps = {"num_steps": config.num_steps, "first_step": first}
     recorder = Recorder(folder, group.rank, config.observe, keep=measured_steps(first), **of_steps)
     stack.enter_context(closing(recorder))
-    recorder.start(as_yaml(config), asdict(config), *((phase.run.plan, phase.run.schedule) for phase in phases))
+    planned = ((phase.run.plan, phase.run.schedule) for phase in phases)
+    recorder.start(as_yaml(config), asdict(config), *planned, kinds=phases[0].run.size.kinds or ())
     ranks = rank_places(plan, group.grid)
     of_phases = _phase_steps(config, phases, data, group, ranks)
     now = phase_of(of_phases, first)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pipetrain.config.renamed import current_overrides
 from pipetrain.launcher.outcome import Exit
+from pipetrain.monitor.draw.table import printable
 
 Parser = argparse.ArgumentParser
 Arguments = argparse.Namespace
@@ -63,8 +64,8 @@ def present(arguments: Arguments, text: Callable[[], str], values: Callable[[], 
 
 
 def say(text: str) -> None:
-    """A line for the user, on stderr."""
-    print(f"pipetrain: {text}", file=sys.stderr, flush=True)
+    """A line for the user, on stderr; of what a file says in it, the terminal obeys nothing."""
+    print(f"pipetrain: {chr(10).join(map(printable, text.splitlines()))}", file=sys.stderr, flush=True)
 
 
 def refuse(message: str, code: Exit = Exit.WRONG_INPUT) -> int:
@@ -79,6 +80,7 @@ COMMANDS = {
     "train": "train a model over pipeline stages",
     "show": "draw a schedule and its cost, without running it",
     "profile": "measure time and memory of each layer, and list outputs that are worth keeping",
+    "watch": "serve the page of a run on this machine, while the run goes on",
     "report": "print what a run did, measured and predicted; or compare several runs",
     "verify": "compare every schedule and mode with one process, bit for bit",
     "generate": "generate text with a trained model",

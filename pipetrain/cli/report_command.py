@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pipetrain.cli.advice import advice_on
 from pipetrain.cli.main import Arguments, Command, Parser, add_json, present, refuse
 from pipetrain.config.load import read
 from pipetrain.config.phases import leaves
@@ -22,7 +23,7 @@ from pipetrain.monitor.draw.page import framed, heading, page, paragraph
 from pipetrain.monitor.draw.table import Table, number, size
 from pipetrain.monitor.folder import RunFolder, find_folders
 from pipetrain.monitor.lines import read_lines
-from pipetrain.monitor.report import RunReport, as_markdown, most, read_report
+from pipetrain.monitor.report import RunReport, as_markdown, most, read_report, words_of
 
 _FORMATS = (".svg", ".png", ".html")
 # Keys that do not change what a run computes.
@@ -46,8 +47,13 @@ def _report(arguments: Arguments) -> int:
     folders = [folder for run in arguments.runs or ["latest"] for folder in find_folders(run)]
     if len(folders) > 1 or arguments.out is not None:
         return _compare(folders, arguments)
-    report = read_report(folders[0].report)
-    present(arguments, lambda: as_markdown(report).removesuffix("\n"), lambda: asdict(report))
+    report, advice = read_report(folders[0].report), advice_on(folders[0])
+    next_steps = f"\n\n## What to do next\n\n{chr(10).join(f'- {one}' for one in advice)}" if advice else ""
+    present(
+        arguments,
+        lambda: as_markdown(report).removesuffix("\n") + next_steps,
+        lambda: {**asdict(report), "advice": list(map(asdict, advice))},
+    )
     return Exit.DONE
 
 
@@ -127,7 +133,7 @@ def _table(runs: Sequence[_ComparedRun]) -> Table:
         )
         for run, report in ((run, run.report) for run in runs)
     ]
-    return Table(head, rows, left=frozenset({0, 1, 2}))
+    return Table(head, rows, left=frozenset({0, 1, 2}), words=words_of(head))
 
 
 def _write_plot(runs: Sequence[_ComparedRun], table: Table, path: Path) -> None:

@@ -43,6 +43,7 @@ class DeviceMemory:
     peak_bytes: int | None  # in use by tensors
     peak_reserved_bytes: int | None = None  # taken from the device for them: with what is free, but not given back
     other_bytes: int | None = None  # in use otherwise, by any process: contexts, kernels, communicators
+    limit_bytes: int | None = None  # all that the device has
 
 
 class CpuDevice:
@@ -195,6 +196,7 @@ class CudaDevice(CpuDevice):
             torch.cuda.max_memory_allocated(self._device),
             torch.cuda.max_memory_reserved(self._device),
             total - free - torch.cuda.memory_reserved(self._device),
+            total,
         )
 
     @contextmanager

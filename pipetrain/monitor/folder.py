@@ -43,6 +43,7 @@ class RunFolder:
     report = _Named("report.json")
     report_text = _Named("report.md")
     timeline = _Named("timeline.html")
+    recorded = _Named("timeline.json")
     weights = _Named("weights")
     model = _Named("model")
     inspect = _Named("inspect")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from pipetrain.monitor.shown import op_record
 from pipetrain.schedule.events import OpEvent
 
 FIRST_STEPS = 10  # of which all events are written: this is where a run goes wrong or settles
+_LONGEST_LINE = 2**20  # bytes
 SPREAD_STEPS = 100  # and about so many more over the rest of the run, so that a long run does not fill the disk
 
 
@@ -71,6 +73,28 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             for line in file:
                 with contextlib.suppress(ValueError):  # half a line: a process was killed while it wrote
                     yield json.loads(line)
+
+
+def spread_lines(path: Path, most: int) -> list[dict[str, Any]]:
+    """Some `most` lines of such a file, evenly over it, the last one included, without reading all of it; whole ones alone."""
+    if not path.is_file():
+        return []
+    found: dict[int, bytes] = {}  # by where they start
+    with path.open("rb") as file:
+        length = file.seek(0, os.SEEK_END)
+        for at in (length * number // most for number in range(most)):
+            file.seek(max(at - 1, 0))
+            if at:
+                file.readline()  # the rest of the line before
+            found.setdefault(file.tell(), file.readline())
+        file.seek(max(0, length - _LONGEST_LINE))
+        tail = file.read().splitlines(keepends=True)[-2:]  # the very last may be half a line
+    found |= {length - len(b"".join(tail[place:])): line for place, line in enumerate(tail)}
+    lines = []
+    for _, line in sorted(found.items()):
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(line))
+    return [line for line in lines if isinstance(line, dict)]
 
 
 class EventFile:

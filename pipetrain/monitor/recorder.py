@@ -14,13 +14,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pipetrain.config.records import ObserveConfig
-from pipetrain.monitor.draw.page import run_page, slowest_of
+from pipetrain.monitor.draw.page import slowest_of
 from pipetrain.monitor.draw.table import number
 from pipetrain.monitor.folder import RunFolder
 from pipetrain.monitor.lines import EventFile
+from pipetrain.monitor.recorded import RecordedSteps, layers_of_stages, page_of_run
 from pipetrain.monitor.report import RunReport, as_markdown, read_report, write_report
-from pipetrain.monitor.shown import Shown
-from pipetrain.monitor.step_report import StepMetrics
+from pipetrain.monitor.shown import Shown, title_of
+from pipetrain.monitor.step_report import Report, StepMetrics
 from pipetrain.monitor.trackers import Ending, Trackers, make_trackers
 from pipetrain.plan.plan import Plan
 from pipetrain.plan.profile import Profile
@@ -47,12 +48,19 @@ class Recorder:
         self.on_event = self._events  # the sink for this rank's events
         self.is_first = rank == 0
         self._reporter = self._stack.enter_context(Reporter(num_steps, shown=config.progress and self.is_first))
+        self._recorded = RecordedSteps(folder.recorded)
         trackers = make_trackers(config, folder, first_step) if self.is_first else {}
         self._trackers = self._stack.enter_context(closing(Trackers(trackers)))
 
-    def start(self, config_text: str, config: Mapping[str, Any], *phases: tuple[Plan, Schedule]) -> None:
+    def start(
+        self,
+        config_text: str,
+        config: Mapping[str, Any],
+        *phases: tuple[Plan, Schedule],
+        kinds: Sequence[str] = (),
+    ) -> None:
         """What was to be done, before it is done: the configuration as the text of its file, and as plain values; plan and schedule of the run,
-        or of each of its phases. In the folder itself are those of the first."""
+        or of each of its phases. In the folder itself are those of the first. `kinds`: of the layers, where they are known."""
         if not self.is_first:
             return
         self._folder.config.write_text(config_text)
@@ -61,6 +69,7 @@ class Recorder:
             folder.path.mkdir(parents=True, exist_ok=True)
             folder.plan.write_text(json.dumps(asdict(plan), indent=2) + "\n")
             folder.schedule.write_text(write_csv(schedule))
+        self._recorded.start(f"{config['experiment']}: {title_of(phases[0][1])}", layers_of_stages(phases[0][0], kinds))
         values = {**config, "plan": asdict(phases[0][0])}
         self._trackers.tell(lambda tracker: tracker.start(values))
 
@@ -69,9 +78,10 @@ class Recorder:
         self._reporter.say(f"step {step}: phase {number} begins")
         self._keep = keep
         self.timelines = []
+        self._recorded.rewind(0)
 
-    def end_step(self, step: int, metrics: StepMetrics | None = None, timelines: Sequence[Timeline] = ()) -> None:
-        """Step number `step` is over; rank 0 has its figures, and of each replica what ran when."""
+    def end_step(self, step: int, metrics: StepMetrics | None = None, ops: Report | None = None) -> None:
+        """Step number `step` is over; rank 0 has its figures, and what ran when."""
         self._events.end_step(step)
         self.last_step = step
         if metrics is None:
@@ -79,13 +89,17 @@ class Recorder:
         self._trackers.tell(lambda tracker: tracker.step(metrics))
         self._reporter.step(metrics)
         self.metrics.append(metrics)
-        if timelines and step in self._keep:
-            self.timelines.append(timelines)
+        if ops is None:
+            return
+        if step in self._keep:
+            self.timelines.append(ops.timelines)
+        self._recorded.add(step, ops)
 
     def rewind(self, first_step: int) -> None:
         """Training rolled back to an older snapshot: steps from `first_step` on will be recorded again."""
         self._events.rewind(first_step)
         self._trackers.tell(lambda tracker: tracker.rewind(first_step))
+        self._recorded.rewind(first_step)
         self.metrics = [metrics for metrics in self.metrics if metrics.step < first_step]
 
     def say(self, text: str) -> None:
@@ -104,20 +118,19 @@ class Recorder:
         report: RunReport,
         measured: Sequence[Shown],
         predicted: Shown | None,
-        clock_error_seconds: float | None,
+        last: Report | None,
     ) -> None:
-        """Write the predicted step and the measured one of each replica. Without `measured` it writes no timeline.html and no profile.json.
-        The report of a phase goes into the phase's folder, and to no tracker."""
+        """Write the predicted step and the one measured `last`, of each replica. Without `measured` it writes no timeline.html and no
+        profile.json. The report of a phase goes into the phase's folder, and to no tracker."""
         folder = self._folder if report.phase is None else self._folder.phase(report.phase)
         write_report(folder.report, report)
         folder.report_text.write_text(as_markdown(report))
-        if not measured or clock_error_seconds is None:
+        if not measured or last is None:
             return
         profile = Profile(measured[0].costs, measured[0].schedule.num_microbatches)
         folder.profile.write_text(profile.as_json())
-        drawn = run_page(
-            report, measured, predicted, predicted_from=self._keep, clock_error_seconds=clock_error_seconds
-        )
+        self._recorded.finish(folder.recorded, report, last, measured, predicted, self._keep)
+        drawn = page_of_run(folder.recorded, self._folder.metrics)
         folder.timeline.write_text(drawn)
         slowest = measured[slowest_of(measured)]
         pictures = [slowest] if predicted is None else [predicted, slowest]

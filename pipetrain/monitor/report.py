@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipetrain.monitor.draw.table import Table, number, size
+from pipetrain.monitor.draw.table import Table, number, printable, size
 from pipetrain.monitor.residuals import FIRST_COMPARED_STEP, MEASURED_STEPS, measure_costs
 from pipetrain.monitor.shown import Shown, show_schedule
 from pipetrain.monitor.step_report import PerRank, Report, StepFigures, StepMetrics, perplexity_of
 from pipetrain.monitor.stragglers import Straggler
 from pipetrain.plan.mesh import RankPlace, name_of, num_replicas_of
 from pipetrain.schedule.bound import bound_of
+from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import Timeline
 from pipetrain.schedule.schedule import Schedule
 
@@ -85,9 +86,18 @@ def read_report(path: Path) -> RunReport:
     if (version := values.get("format_version")) != FORMAT_VERSION:
         raise ValueError(f"{path}: format_version={version}, this pipetrain reads {FORMAT_VERSION}")
     try:
-        return _of_values(values)
+        return _of_values(_printable(values))
     except (TypeError, KeyError) as error:
         raise ValueError(f"{path}: this is not a report of this version ({error})") from error
+
+
+def _printable(value: Any) -> Any:
+    """Values of JSON, whose text no terminal obeys: a report may come from anybody."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {key: _printable(one) for key, one in value.items()}
+    return list(map(_printable, value)) if isinstance(value, list) else value
 
 
 def _of_values(values: Mapping[str, Any]) -> RunReport:
@@ -96,6 +106,50 @@ def _of_values(values: Mapping[str, Any]) -> RunReport:
     fields["ranks"] = tuple(RankPlace(**{**rank, "stages": tuple(rank["stages"])}) for rank in values.get("ranks", ()))
     fields["phases"] = tuple(map(_of_values, values.get("phases", ())))
     return RunReport(**fields)
+
+
+# What a row or a column of the tables below is, by how its name begins.
+_WORDS = {
+    "loss": "of the last step, mean over the targets of the batch that count; nats per token.",
+    "held-out loss": "the same over text that training never sees, after the last step.",
+    "perplexity": "e to the loss.",
+    "held-out perplexity": "e to the held-out loss.",
+    "tokens seen": "positions of all batches so far, with padding.",
+    "tokens per second": "positions of a batch over the whole step, with optimizer and bookkeeping; median.",
+    "tokens/s": "positions of a batch over the whole step, with optimizer and bookkeeping; median.",
+    "step": "seconds from the first op to the last one of any rank; median.",
+    "step, measured": "from the first op to the last one of any rank; median from step 5 on.",
+    "step, predicted": "the schedule simulated with the op times of steps 2 to 4; in brackets its error.",
+    "bubble": "share of the step in which a rank computes nothing, over all ranks; median.",
+    "model FLOPs": "FLOPs of forward and backward over observe.peak_flops_per_second of all devices; R does not count.",
+    "recompute hidden": "seconds of R in which the rank would have waited; median.",
+    "recompute exposed": "seconds of R for which the next op had to wait; median.",
+    "backward deferred": "share of the backward that ran later, as gradients of weights.",
+    "peak activations": "most bytes held for a backward, messages included.",
+    "without recomputation": "what the rank would hold at most if all sets were kept.",
+    "set of a microbatch": "bytes of activations that a backward needs; of several stages the largest.",
+    "its input": "bytes of the stage's input, from F to R.",
+    "its outputs": "bytes of outputs that stay from F to B although R runs.",
+    "phase": "number of the phase, from 0.",
+    "steps": "its first and last step.",
+    "batch": "samples of a step x tokens of a sample.",
+    "microbatches": "slices of a batch.",
+    "recompute": "recompute.mode of the phase.",
+    "predicted": "as above, from steps 2 to 4 of the phase.",
+    "R exposed, most": "of the rank that has most.",
+    "run": "the name of the folder.",
+    "experiment": "its `experiment` key.",
+    "differs in": "keys whose values are not those of all runs.",
+    "held-out": "loss over text that training never sees, after the last step.",
+    "exposed R": "seconds of R for which the next op had to wait, summed over ranks; median.",
+}
+
+
+def words_of(names: Iterable[str]) -> list[tuple[str, str]]:
+    """A sentence for each of these rows or columns that has one."""
+    longest = sorted(_WORDS, key=len, reverse=True)
+    found = ((name, next((key for key in longest if name.startswith(key)), None)) for name in names)
+    return [(name, _WORDS[key]) for name, key in found if key is not None]
 
 
 def as_markdown(report: RunReport) -> str:
@@ -164,7 +218,7 @@ def _totals(report: RunReport) -> Table:
         ("bubble", number(report.bubble_fraction, "{:.1%}")),
         *([] if report.mfu is None else [("model FLOPs of the devices' peak (mfu)", number(report.mfu, "{:.1%}"))]),
     ]
-    return Table(("", "run"), rows)
+    return Table(("", "run"), rows, words=words_of(name for name, _ in rows))
 
 
 def _phase_totals(report: RunReport) -> Table:
@@ -187,7 +241,8 @@ def _phase_totals(report: RunReport) -> Table:
         )
         for one in report.phases
     ]
-    return Table((*header, "R exposed, most", "peak activations, most", "loss", "held-out loss"), rows)
+    head = (*header, "R exposed, most", "peak activations, most", "loss", "held-out loss")
+    return Table(head, rows, words=words_of(head))
 
 
 def most(of_ranks: PerRank) -> float | None:
@@ -215,7 +270,8 @@ def _rank_totals(report: RunReport) -> Table:
         *([("its input, held for R", *map(size, report.input_bytes))] if report.input_bytes else []),
         *([("its outputs kept for R", *map(size, report.kept_bytes))] if any(report.kept_bytes) else []),
     ]
-    return Table(("", *(f"rank {rank}" for rank in range(len(report.peak_activation_bytes)))), rows)
+    head = ("", *(f"rank {rank}" for rank in range(len(report.peak_activation_bytes))))
+    return Table(head, rows, words=words_of(name for name, *_ in rows))
 
 
 # From what the steps did to the report ----------------------------------------------------------------------------
@@ -232,7 +288,7 @@ def measured_and_predicted(
     """The last step on each replica, and the step that the op times of `early` steps predict; neither where nobody tells of ops."""
     if last is None:
         return (), None
-    predicted = show_schedule(schedule, measure_costs(schedule.num_stages, early)) if early else None
+    predicted = show_schedule(schedule, _with_bytes(measure_costs(schedule.num_stages, early), last)) if early else None
     several = len(last.timelines) > 1
 
     def shown(number: int, timeline: Timeline) -> Shown:
@@ -240,7 +296,7 @@ def measured_and_predicted(
         costs = measure_costs(schedule.num_stages, [last.timelines], replica=number)
         return Shown(
             last.schedule,
-            costs,
+            _with_bytes(costs, last),
             timeline,
             # The step itself is an order of its ops: what their medians say of the least time can be no more.
             min(bound_of(last.schedule, costs), last.step_seconds),
@@ -250,6 +306,22 @@ def measured_and_predicted(
         )
 
     return tuple(shown(number, timeline) for number, timeline in enumerate(last.timelines)), predicted
+
+
+def _with_bytes(costs: Costs, last: Report) -> Costs:
+    """With what a microbatch took in `last`: of several stages of a rank each is charged as the largest."""
+    if not any(last.set_bytes):
+        return costs
+    ranks = {stage: where.rank for where in last.ranks if where.replica == 0 for stage in where.stages}
+    if len(ranks) != costs.num_stages:  # whoever made the report did not say who holds what
+        return costs
+    sizes = {
+        name: tuple(float(getattr(last, name)[ranks[stage]]) for stage in range(costs.num_stages))
+        for name in ("set_bytes", "input_bytes", "kept_bytes")
+    }
+    return replace(
+        costs, **{name: of_stages for name, of_stages in sizes.items() if name != "kept_bytes" or any(of_stages)}
+    )
 
 
 def make_report(

@@ -80,18 +80,7 @@ class Shown:
 
     @property
     def title(self) -> str:
-        """For example `gpipe, overlap: 4 stages x 8 microbatches`, `1f1b, split, ...`, or `... 4 stages on 2 ranks, placed v, x 8 microbatches`; with
-        replicas, `4 replicas of 2 stages x 8 microbatches`."""
-        schedule = self.schedule
-        ranks = "" if schedule.num_ranks == schedule.num_stages else f" on {_count(schedule.num_ranks, 'rank')}"
-        placement = spelling_of(schedule.stage_ranks)
-        ranks += "" if placement == "loop" else f", placed {placement},"
-        size = (
-            f"{_count(schedule.num_stages, 'stage')}{ranks} x {_count(schedule.num_microbatches, 'microbatch', 'es')}"
-        )
-        size = f"{schedule.num_replicas} replicas of {size}" if schedule.num_replicas > 1 else size
-        halves = ", split" if is_split(schedule) and schedule.family not in ALWAYS_SPLIT else ""
-        return f"{schedule.family}{halves}, {_policy(schedule.policy)}: {size}"
+        return title_of(self.schedule)
 
     def peak_bytes(self) -> tuple[float, ...] | None:
         """Per rank the most bytes of sets and stashed inputs at once, if the costs say their size."""
@@ -120,6 +109,10 @@ class Shown:
         events = map(self.timeline.of_rank, range(self.schedule.num_ranks))
         return [max((held for _, held in stash_over_time(self.schedule, of_rank)), default=0) for of_rank in events]
 
+    def later_stages(self, rank: int) -> tuple[int, ...]:
+        """All stages of `rank` but its first: pictures have to tell them apart."""
+        return tuple(stage for stage, holder in enumerate(self.schedule.stage_ranks) if holder == rank)[1:]
+
     def exposed(self, rank: int) -> list[tuple[float, float]]:
         """When the recomputation of `rank` kept the next op from running."""
         return exposed_intervals(self.schedule, self.timeline.of_rank(rank))
@@ -139,6 +132,18 @@ class Shown:
             **({} if with_inputs is None else {"peak_sets_with_inputs": list(with_inputs)}),
             "ops": [op_record(event) for event in self.timeline.events],
         }
+
+
+def title_of(schedule: Schedule) -> str:
+    """For example `gpipe, overlap: 4 stages x 8 microbatches`, `1f1b, split, ...`, or `... 4 stages on 2 ranks, placed v, x 8 microbatches`; with
+    replicas, `4 replicas of 2 stages x 8 microbatches`."""
+    ranks = "" if schedule.num_ranks == schedule.num_stages else f" on {_count(schedule.num_ranks, 'rank')}"
+    placement = spelling_of(schedule.stage_ranks)
+    ranks += "" if placement == "loop" else f", placed {placement},"
+    size = f"{_count(schedule.num_stages, 'stage')}{ranks} x {_count(schedule.num_microbatches, 'microbatch', 'es')}"
+    size = f"{schedule.num_replicas} replicas of {size}" if schedule.num_replicas > 1 else size
+    halves = ", split" if is_split(schedule) and schedule.family not in ALWAYS_SPLIT else ""
+    return f"{schedule.family}{halves}, {_policy(schedule.policy)}: {size}"
 
 
 def op_record(event: OpEvent) -> dict[str, Any]:

@@ -55,6 +55,7 @@ def measure_rank(
         set_bytes=_most(stage.set_bytes for stage in stages.values()),
         input_bytes=_most(stage.stash_bytes for stage in stages.values()),
         kept_bytes=_most(stage.kept_bytes for stage in stages.values()),
+        limit_bytes=memory.limit_bytes,
         replica=replica,
         place=place,
         stages=tuple(sorted(stages)),

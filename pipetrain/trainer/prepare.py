@@ -161,8 +161,8 @@ def prepare_phases(
     return tuple(prepared)
 
 
-def predict(config: RunConfig) -> Shown:
-    """The schedule of `config` with its step simulated on `cost.*`. Model, data and balance are not looked at.
+def predict(config: RunConfig, measured: Costs | None = None) -> Shown:
+    """The schedule of `config` with its step simulated on `cost.*`, or on what was `measured`. Model, data and balance are not looked at.
 
     Raises:
         ValueError: an unknown family, or numbers out of range or that do not fit each other.
@@ -177,7 +177,7 @@ def predict(config: RunConfig) -> Shown:
         stages_per_rank=pipeline.stages_per_rank,
     )
     config = _with_replicas(config, world.num_replicas)
-    costs, policy = _costs_shown(config, stage_ranks)
+    costs, policy = _costs_shown(config, stage_ranks) if measured is None else (measured, _policy(config))
     spec = replace(_spec(config, stage_ranks, policy), costs=costs, num_replicas=world.num_replicas)
     if pipeline.schedule == AUTO:
         found = _sought(spec, costs, config)

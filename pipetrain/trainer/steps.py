@@ -238,8 +238,7 @@ class Steps:
         )
         reports = [report] if phase.number is None or not is_last else [report, self._of_all_phases(report)]
         for one in reports:
-            clock_error = phase.last.ops.clock_error_seconds if phase.last.ops else None
-            self.recorder.finish(one, measured, predicted, clock_error)
+            self.recorder.finish(one, measured, predicted, phase.last.ops)
 
     def _of_all_phases(self, last: RunReport) -> RunReport:
         """The report of the run: that of its last phase, with what is of all, and each phase by itself."""
@@ -296,7 +295,7 @@ class Steps:
             timelines = () if figures.ops is None else figures.ops.timelines
             seen, mfu = self.seen.total.all, phase.mfu_of_a_token_per_second
             metrics = metrics_of(step, result, figures, tokens, seen, seconds, mfu, phase.number)
-            self.recorder.end_step(step, metrics, timelines)
+            self.recorder.end_step(step, metrics, figures.ops)
             if timelines:
                 phase.watch.add(step, *timelines)
         if step == self.config.num_steps:

@@ -40,7 +40,9 @@ def test_a_line_per_run_says_what_differs_and_what_came_out(
     runs: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", *runs]) == 0
-    head, _, *lines = capsys.readouterr().out.splitlines()
+    text, below = capsys.readouterr().out.split("\n\n")
+    head, _, *lines = text.splitlines()
+    assert [line.split(":")[0] for line in below.splitlines()] == [f"- {name}" for name in cells(head)]
     table = [dict(zip(cells(head), cells(line))) for line in lines]
     assert [row["run"] for row in table] == ["a", "b/x", "c"]
     assert table[0]["differs in"] == "seed=1 pipeline.balance=auto"
@@ -95,7 +97,7 @@ def test_a_damaged_run_is_named_and_the_others_are_shown(
     damaged.write_text(DAMAGE[name])
     assert main(["report", *runs]) == 2
     captured = capsys.readouterr()
-    assert [cells(line)[0] for line in captured.out.splitlines()[2:]] == ["a", "c"]
+    assert [cells(line)[0] for line in captured.out.split("\n\n")[0].splitlines()[2:]] == ["a", "c"]
     (line,) = captured.err.splitlines()
     assert str(damaged) in line
     assert main(["report", runs[1]]) == 2

@@ -7,15 +7,17 @@ import json
 import pathlib
 import random
 import re
+from typing import Any
 
 import pytest
+from pages import drawn_in, panels_in
 from test_report import REPORT
 
 from pipetrain.config.records import ObserveConfig
 from pipetrain.monitor.breakdown import break_down, break_down_replicas
-from pipetrain.monitor.draw.page import run_page
 from pipetrain.monitor.folder import RunFolder
 from pipetrain.monitor.lines import EventFile
+from pipetrain.monitor.recorded import RecordedSteps, page_of_run
 from pipetrain.monitor.recorder import Recorder
 from pipetrain.monitor.report import as_markdown, measured_and_predicted, read_report, remarks, write_report
 from pipetrain.monitor.residuals import measure_costs, op_seconds, residuals
@@ -190,22 +192,25 @@ def test_a_slow_rank_and_a_slow_replica_are_named() -> None:
 # What a run writes --------------------------------------------------------------------------------------------------
 
 
-def test_the_page_has_a_step_per_replica_and_says_which_was_last() -> None:
+def page_of(folder: pathlib.Path, run: Any, report: Report, measured: Any, predicted: Any) -> str:
+    recorded = RecordedSteps(folder / "timeline.json")
+    recorded.start("a run", [])
+    recorded.finish(folder / "timeline.json", run, report, measured, predicted, range(2, 5))
+    return page_of_run(folder / "timeline.json", folder / "metrics.jsonl")
+
+
+def test_the_page_has_a_step_per_replica_and_says_which_was_last(tmp_path: pathlib.Path) -> None:
     report = report_of(one_behind(5.0), "stage-replica")
     measured, predicted = measured_and_predicted(schedule(), report, [one_behind(0.0)])
-    text = run_page(FOUR, measured, predicted, predicted_from=range(2, 5), clock_error_seconds=0.0)
-    for name in (
-        "rank 0</text>",
-        "rank 2</text>",
-        "Measured, step 200, replica 0",
-        "Measured, step 200, replica 1, the last to end",
-    ):
-        assert name in text
-    assert text.count('id="exposed"') == 1
-    assert "reduce exposed 3 s" in text
-    assert 'class="reduce"' in text
-    boxes = sum(event.op.kind.computes for one in (*report.timelines, predicted.timeline) for event in one.events)  # type: ignore[union-attr]
-    assert text.count('<rect class="op"') == boxes
+    text = page_of(tmp_path, FOUR, report, measured, predicted)
+    above, first, second = panels_in(text)
+    assert first["name"] == "Measured, step 200, replica 0"
+    assert second["name"] == "Measured, step 200, replica 1, the last to end"
+    assert (first["ranks"], second["ranks"]) == (["rank 0", "rank 2"], ["rank 1", "rank 3"])
+    assert "reduce exposed 3 s" in second["facts"]
+    assert "REDUCE_GRAD" in {op[2].strip("0123456789>.") for op in second["ops"]}
+    for panel, timeline in zip((above, first, second), (predicted.timeline, *report.timelines)):  # type: ignore[union-attr]
+        assert len(panel["ops"]) == len(timeline.events)
 
 
 def test_a_step_begins_and_ends_with_all_replicas_in_each_picture() -> None:
@@ -242,13 +247,13 @@ def test_no_step_is_below_its_bound_however_its_ops_vary(seed: int) -> None:
     assert shown.bound_seconds <= now
 
 
-def test_one_replica_has_the_page_it_had() -> None:
+def test_one_replica_is_drawn_without_its_number(tmp_path: pathlib.Path) -> None:
     one = report_of(one_behind(5.0))
     alone = dataclasses.replace(one, timelines=one.timelines[:1], ranks=one.ranks[:2], breakdown=one.breakdown[:2])
     measured, predicted = measured_and_predicted(schedule(), alone, [one.timelines[:1]])
-    text = run_page(REPORT, measured, predicted, predicted_from=range(2, 5), clock_error_seconds=0.0)
-    assert "data-replica=" not in text
-    assert '<label id="choice">' not in text
+    text = page_of(tmp_path, REPORT, alone, measured, predicted)
+    assert [len(step["panels"]) for step in drawn_in(text)["steps"]] == [1]
+    assert "replica" not in panels_in(text)[-1]["name"]
     assert measured[0].ranks == ()
 
 
@@ -281,12 +286,13 @@ def test_trackers_get_the_step_of_the_slowest_replica(tmp_path: pathlib.Path) ->
     folder = RunFolder(tmp_path)
     (tmp_path / "events").mkdir()
     recorder = Recorder(folder, 0, ObserveConfig(progress=False), num_steps=4, keep=range(2, 5))
-    measured, predicted = measured_and_predicted(schedule(), report_of(one_behind(5.0)), [one_behind(0.0)])
+    report = report_of(one_behind(5.0))
+    measured, predicted = measured_and_predicted(schedule(), report, [one_behind(0.0)])
     told = []
     listener = Tracker()
     listener.finish = told.append  # type: ignore[assignment, method-assign]
     recorder._trackers = Trackers({"listener": listener})
-    recorder.finish(FOUR, measured, predicted, 0.0)
+    recorder.finish(FOUR, measured, predicted, report)
     recorder.close()
     assert [one.ranks for one in told[0].pictures] == [(), RANKS[2:]]
     assert "replica 1, the last to end" in folder.timeline.read_text()

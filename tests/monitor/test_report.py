@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from pipetrain.monitor.draw.table import Table, size
-from pipetrain.monitor.report import RunReport, as_markdown, read_report, write_report
+from pipetrain.monitor.report import RunReport, as_markdown, read_report, report_parts, write_report
 
 REPORT = RunReport(
     experiment="quickstart",
@@ -57,12 +57,38 @@ def test_what_was_deferred_stands_there_where_a_backward_was_split() -> None:
     assert "| backward deferred to W |      38% |       0% |" in text
 
 
+def test_each_row_and_column_has_one_sentence_below_its_table() -> None:
+    phases = tuple(dataclasses.replace(REPORT, phase=number, first_step=1) for number in range(2))
+    whole = dataclasses.replace(
+        REPORT,
+        tokens_seen=9,
+        mfu=0.5,
+        first_step=1,
+        deferred_share=(0.1, 0.1),
+        set_bytes=(1, 1),
+        input_bytes=(1, 1),
+        kept_bytes=(1, 1),
+        phases=phases,
+    )
+    totals, ranks, _, of_phases = report_parts(whole)
+    for table, names in (
+        (totals, [row[0] for row in totals.rows]),
+        (ranks, [row[0] for row in ranks.rows]),
+        (of_phases, of_phases.head),
+    ):
+        assert [name for name, _ in table.words] == list(names)
+        below = table.as_markdown().split("\n\n")[1]
+        assert below.splitlines() == [f"- {name}: {words}" for name, words in table.words]
+    assert all(words.endswith(".") for table in (totals, ranks, of_phases) for _, words in table.words)
+    assert dict(totals.words)["held-out perplexity"] == "e to the held-out loss."
+
+
 def test_what_is_not_known_is_a_dash() -> None:
     stopped = dataclasses.replace(REPORT, heldout_loss=None, step_seconds_predicted=None, stopped_by="SIGINT")
     text = as_markdown(stopped)
     assert "stopped by SIGINT" in text
     for line in text.splitlines():
-        if "held-out" in line or "predicted" in line:
+        if line.startswith("|") and ("held-out" in line or "predicted" in line):
             assert line.rstrip(" |").endswith("-"), line
 
 

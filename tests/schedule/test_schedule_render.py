@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
+from pages import panels_in
 from shows import show
 
 from pipetrain.monitor.breakdown import break_down
@@ -120,18 +121,21 @@ def test_html_is_one_self_contained_page() -> None:
     page = html(SHOWN, show("1f1b", num_stages=4, num_microbatches=8))
     reader = Tags()
     reader.feed(page)
-    seen = reader.seen
-    assert seen.count("svg") == 3  # the picture and a memory curve per schedule
-    assert page.count('<path class="curve"') == 8
+    assert reader.seen.count("script") == 2  # what is drawn, and what draws it
+    panels = panels_in(page)
+    assert [panel["name"] for panel in panels] == [SHOWN.title, SHOWN.title.replace("gpipe", "1f1b")]
+    assert [len(panel["held"]) for panel in panels] == [4, 4]  # a curve of memory per rank
     assert not re.search(r"(src|href)=|url\(http|@import", page)
-    assert "addEventListener('pointerenter'" in page
+    assert "addEventListener('pointermove'" in page
 
 
 def test_memory_is_in_bytes_where_their_sizes_are_known() -> None:
     costs = dataclasses.replace(Costs.spread(4), set_bytes=(16e6,) * 4, input_bytes=(2e6,) * 4)
     page = html(show(num_stages=4, num_microbatches=8, costs=costs))
-    assert "bytes of sets and stashed inputs" in page
-    assert "max 30 MB" in page  # rank 0: a set, and the inputs of the seven other microbatches
+    (panel,) = panels_in(page)
+    assert panel["bytes"]
+    # rank 0: a set, and the inputs of the seven other microbatches
+    assert max(held for _, held in panel["held"][0]) == 30e6
 
 
 def test_two_staircases_share_a_time_scale() -> None:

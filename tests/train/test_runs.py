@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 from commands import PIPETRAIN, TORCHRUN, begin, complete, is_alive, wait_until
+from pages import drawn_in, panels_in
 from ranks import PATIENCE_SECONDS
 from small_text import make_text
 
+from pipetrain.cli.advice import advice_on
 from pipetrain.cli.main import main
+from pipetrain.monitor.folder import RunFolder
 
 Finished = tuple[pathlib.Path, "subprocess.CompletedProcess[str]"]
 TINY = ["experiment=smoke", "data=text"]
@@ -25,9 +28,7 @@ METRICS = (
     "unexplained_seconds peak_activation_bytes peak_memory_bytes peak_reserved_bytes "
     "communicator_bytes reduce_exposed_seconds skipped phase"
 )
-FILES = (
-    "config.yaml plan.json schedule.csv profile.json metrics.jsonl report.json report.md timeline.html weights events"
-)
+FILES = "config.yaml plan.json schedule.csv profile.json metrics.jsonl report.json report.md timeline.html timeline.json weights events"
 REPORT = (
     "format_version steps heldout_loss tokens_per_second step_seconds_measured step_seconds_predicted bubble_fraction "
     "stopped_by recompute_hidden_seconds recompute_exposed_seconds peak_activation_bytes peak_activation_bytes_never "
@@ -78,8 +79,12 @@ def test_the_run_folder_has_everything(finished: Finished) -> None:
     assert [file.name for file in sorted((folder / "events").iterdir())] == ["rank-0000.jsonl", "rank-0001.jsonl"]
     assert json.loads((folder / "plan.json").read_text())["balance"] == [2, 2]
     page = (folder / "timeline.html").read_text()
-    assert page.count("rank 1</text>") == 4  # predicted, and below it measured: the ops, and what they hold
-    assert page.index("Predicted from the op times of steps") < page.index("Measured, step 6")
+    above, below = panels_in(page)
+    assert above["name"].startswith("Predicted from the op times of steps")
+    assert (below["name"], below["ranks"], below["bytes"]) == ("Measured, step 6", ["rank 0", "rank 1"], True)
+    assert [step["step"] for step in drawn_in(page)["steps"]] == [1, 2, 3, 6]
+    assert drawn_in(page)["charts"]["steps"] == [1, 2, 3, 4, 5, 6]
+    assert "block" in drawn_in(page)["stages"][0]
     assert "unexplained" in page
     assert "residual ms" in page
 
@@ -112,7 +117,9 @@ def test_the_report_has_exactly_what_scripts_rely_on(finished: Finished, capsys:
     # rank 0 recomputes one set at a time, so it holds less than all of them
     assert report["peak_activation_bytes"][0] < report["peak_activation_bytes_never"][0]
     assert main(["report", str(folder)]) == 0
-    assert capsys.readouterr().out == (folder / "report.md").read_text()
+    printed, _, advice = capsys.readouterr().out.rstrip("\n").partition("\n\n## What to do next\n\n")
+    assert printed + "\n" == (folder / "report.md").read_text()
+    assert advice.splitlines() == [f"- {one}" for one in advice_on(RunFolder(folder.resolve()))]
 
 
 @pytest.mark.slow

@@ -1,93 +1,116 @@
-"""Pages that open anywhere: one file each, with its style and the script by which pictures answer to the pointer.
+"""Pages that open anywhere: one file each, with its style, its script and what that draws.
 
 `page` is their frame, `html` the page of schedules before they run, and `run_page` timeline.html, that of a run: the step that was
-predicted above the one that was measured, and where their time went.
+predicted above one that was measured, and where their time went.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from html import escape
+from pathlib import Path
+from typing import Any
 
 from pipetrain.monitor.breakdown import RankBreakdown
-from pipetrain.monitor.draw.palette import LOOKS, THEME
-from pipetrain.monitor.draw.svg import FONT, held_words, memory_curves, svg
-from pipetrain.monitor.draw.table import Table, number
+from pipetrain.monitor.draw.drawing import CAUSES, drawing_data, panel_of
+from pipetrain.monitor.draw.table import Table, number, printable, size
 from pipetrain.monitor.report import RunReport, in_a_line, remarks, report_parts
 from pipetrain.monitor.residuals import residuals
 from pipetrain.monitor.shown import Shown
 
-# Head of a column -> the field of the breakdown below it, and what it counts.
-_CAUSES = {
-    "fill": ("fill_seconds", "before the rank's first op"),
-    "drain": ("drain_seconds", "after its last op"),
-    "reduce": ("reduce_exposed_seconds", "after the last op of any rank, for its gradients to be added up"),
-    "wait F": ("wait_activation_seconds", "for an activation from the stage before"),
-    "wait B": ("wait_gradient_seconds", "for a gradient from the stage after"),
-    "imbalance": ("imbalance_seconds", "waits that no order could avoid, because the busiest rank has more to do"),
-    "unexplained": ("other_seconds", "an op had all that it waits for, and nothing ran"),
-}
-_WIDTH = 1160  # pixels
+_HERE = Path(__file__).parent
 
 
-def page(title: str, *parts: str) -> str:
-    """The frame: `parts` are HTML, below each other."""
+@dataclass(frozen=True)
+class Section:
+    """A part of a page: a heading, sentences, tables."""
+
+    title: str
+    text: tuple[str, ...] = ()
+    tables: tuple[Table, ...] = ()
+
+    def as_html(self) -> str:
+        return "\n".join([heading(self.title), *map(paragraph, self.text), *map(framed, self.tables)])
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "tables": [{**asdict(table), "left": sorted(table.left)} for table in self.tables]}
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> Section:
+        """Raises:
+        ValueError, KeyError, TypeError: no section.
+        """
+        tables = tuple(
+            Table(
+                list(map(str, one["head"])),
+                [list(map(str, row)) for row in one["rows"]],
+                frozenset(map(int, one["left"])),
+                [(str(name), str(words)) for name, words in one["words"]],
+            )
+            for one in values["tables"]
+        )
+        return Section(str(values["title"]), tuple(map(str, values["text"])), tables)
+
+
+def page(title: str, *parts: str, live: bool = False) -> str:
+    """The frame: `parts` are HTML, below each other. `live`: the script asks for the page again while the run goes on."""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(title)}</title><style>{_STYLE}</style></head><body>
+<title>{escape(printable(title))}</title><style>{(_HERE / "timeline.css").read_text()}</style></head><body{' data-live="1"' if live else ""}>
 {chr(10).join(parts)}
-<div id="tip"></div><script>{_SCRIPT}</script></body></html>
+<script>{(_HERE / "timeline.js").read_text()}</script></body></html>
 """
 
 
 def html(*shown: Shown, above: Sequence[str] = ()) -> str:
     """The page for one schedule, or for several on one time scale, below what is HTML already."""
     names = [one.title for one in shown]
-    return page(
-        "; ".join(names),
-        *above,
-        pictures(shown, names),
-        recomputation(shown, names),
-        heading("Numbers"),
-        framed(schedules_table(shown)),
-        rank_numbers(shown, names),
-    )
+    panels = [panel_of(one, name) for one, name in zip(shown, names)]
+    sections = [
+        Section("Where the recomputation went", recomputation(shown, names)),
+        Section("Numbers", tables=(schedules_table(shown),)),
+        *rank_numbers(shown, names),
+    ]
+    return page("; ".join(names), *above, drawing(drawing_data(panels)), tables_html(sections))
 
 
-def run_page(
+def run_page(values: Mapping[str, Any], charts: Any, *, above: Sequence[Section] = (), live: bool = False) -> str:
+    """timeline.html from what timeline.json has (`monitor/recorded.py`) and the figures over steps (`charts_of`).
+
+    Raises:
+        ValueError, KeyError, TypeError: these are not the values of a page.
+    """
+    title = str(values["title"])
+    data = drawing_data(values["fixed"], values["steps"], stages=values["stages"], charts=charts)
+    sections = [*above, *map(Section.from_json, values["sections"])]
+    return page(title, heading(title, level=1), drawing(data), tables_html(sections), live=live)
+
+
+def run_sections(
     report: RunReport,
     measured: Sequence[Shown],
+    names: Sequence[str],
     predicted: Shown | None,
-    *,
-    predicted_from: range,
     clock_error_seconds: float,
-) -> str:
-    """HTML; `measured` are the replicas. `predicted_from`: the steps whose op times `predicted` has; `clock_error_seconds`: between
-    the ranks of `measured`."""
-    above, names = [], []
-    if predicted is not None:
-        first, last = predicted_from.start, predicted_from.stop - 1
-        above, names = [predicted], [f"Predicted from the op times of steps {first} to {last}"]
-    name, slowest = f"Measured, step {report.steps}", slowest_of(measured)
-    for replica in range(len(measured)):
-        last_of = ", the last to end" if replica == slowest else ""
-        names.append(f"{name}, replica {replica}{last_of}" if len(measured) > 1 else name)
-    shown = [*above, *measured]
-    return page(
-        report.experiment,
-        heading(f"{report.experiment}: {measured[0].title}", level=1),
-        paragraph(in_a_line(report)),
-        pictures(shown, names),
-        recomputation(shown, names),
-        heading("The whole run"),
-        *(paragraph(part) if isinstance(part, str) else framed(part) for part in report_parts(report)),
-        *map(paragraph, remarks(report)),
-        heading("The steps drawn above"),
-        framed(schedules_table(shown, names)),
-        rank_numbers(shown, names),
-        *([] if predicted is None else _against(predicted, measured)),
-        paragraph(f"The clocks of the ranks agree to within {clock_error_seconds * 1e6:.0f} microseconds."),
-    )
+) -> list[Section]:
+    """What stands below the drawing of a run that is over. `names`: of the predicted step, if there is one, and those measured."""
+    shown = [*([] if predicted is None else [predicted]), *measured]
+    clocks = f"The clocks of the ranks agree to within {clock_error_seconds * 1e6:.0f} microseconds."
+    return [
+        report_section(report),
+        Section("Where the recomputation went", recomputation(shown, names)),
+        Section("The steps drawn above", (clocks,), (schedules_table(shown, names),)),
+        *rank_numbers(shown, names),
+        *([] if predicted is None else [_against(predicted, measured)]),
+    ]
+
+
+def report_section(report: RunReport) -> Section:
+    """The report of the whole run."""
+    parts = report_parts(report)
+    text = (in_a_line(report), *(part for part in parts if isinstance(part, str)), *remarks(report))
+    return Section("The whole run", text, tuple(part for part in parts if isinstance(part, Table)))
 
 
 def slowest_of(measured: Sequence[Shown]) -> int:
@@ -95,26 +118,24 @@ def slowest_of(measured: Sequence[Shown]) -> int:
     return max(range(len(measured)), key=lambda replica: measured[replica].timeline.last_op_end)
 
 
-def _against(predicted: Shown, measured: Sequence[Shown]) -> list[str]:
+def _against(predicted: Shown, measured: Sequence[Shown]) -> Section:
     """What each kind of op took more or less than predicted, over all replicas."""
-    caption = (
-        "Means over the ops of a kind, in milliseconds; a hop counts as its receive. Residual: measured - predicted."
-    )
+    caption = "Means over the ops of a kind, in milliseconds; number is how many there are, and a hop counts as its receive. Residual: measured - predicted."
     rows = []
     for one in residuals(predicted.timeline, *(each.timeline for each in measured)):
         share = f"{one.residual_seconds / one.predicted_seconds:+.1%}" if one.predicted_seconds > 0 else "-"
         numbers = (one.predicted_seconds, one.measured_seconds, one.residual_seconds)
         rows.append([one.kind.value, str(one.num_ops), *(f"{seconds * 1e3:.3f}" for seconds in numbers), share])
     head = ["op", "number", "predicted ms", "measured ms", "residual ms", "residual"]
-    return [heading("Kinds of op, measured against predicted"), paragraph(caption), framed(Table(head, rows))]
+    return Section("Kinds of op, measured against predicted", (caption,), (Table(head, rows),))
 
 
 def heading(text: str, level: int = 2) -> str:
-    return f"<h{level}>{escape(text)}</h{level}>"
+    return f"<h{level}>{escape(printable(text))}</h{level}>"
 
 
 def paragraph(text: str) -> str:
-    return f"<p>{escape(text)}</p>"
+    return f"<p>{escape(printable(text))}</p>"
 
 
 def framed(table: Table) -> str:
@@ -122,21 +143,34 @@ def framed(table: Table) -> str:
     return f'<div class="table">{table.as_html()}</div>'
 
 
-def pictures(shown: Sequence[Shown], names: Sequence[str]) -> str:
-    """The steps on one time scale, and below them what the ranks held on the same; they scroll where the window is narrower."""
-    longest = max(one.step_seconds for one in shown)
-    curves = [
-        heading(f"{name} · {held_words(one)}") + memory_curves(one, width=_WIDTH, longest=longest)
-        for one, name in zip(shown, names, strict=True)
-    ]
-    drawn = [svg(*shown, width=_WIDTH, names=names), *curves]
-    return "\n".join(['<div class="scroll">', *drawn, "</div>"])
+def tables_html(sections: Iterable[Section]) -> str:
+    """The part of a page that stands below the drawing."""
+    return f'<div id="tables">{"".join(section.as_html() for section in sections)}</div>'
 
 
-def recomputation(shown: Sequence[Shown], names: Sequence[str]) -> str:
+def drawing(data: str) -> str:
+    """The part that timeline.js fills from `data`, the text of `drawing_data`."""
+    return f"""<div id="drawing">
+<div class="tools"><span id="picker"><label>recorded <select id="step" aria-label="recorded step"></select></label></span>
+<span><button id="closer" aria-label="zoom in">+</button> <button id="farther" aria-label="zoom out">&minus;</button>
+<button id="whole">whole step</button></span>
+<label><input type="checkbox" id="lanes"> a row per lane</label>
+<span class="tools" id="legend"></span></div>
+<canvas id="steps" tabindex="0" role="img" aria-label="Ops of each rank over time; arrow keys choose an op, whose facts follow" aria-describedby="chosen"></canvas>
+<p class="faint help">Click an op, or use the arrow keys: its facts stand here. Drag moves, Ctrl and wheel, double click or + and - zoom, 0 shows the whole step, [ and ]
+pick a recorded step. Paler boxes are of a later stage of the same rank.</p>
+<div id="chosen" role="status" aria-live="polite"></div>
+<h2>Memory per rank</h2><canvas id="memory" role="img" aria-label="What each rank holds over time" aria-describedby="memory-words"></canvas>
+<p class="faint" id="memory-words"></p>
+<h2>Busy and idle time, by cause</h2><p class="faint" id="bars-of"></p><div class="bars" id="bars"></div><div class="causes" id="causes"></div>
+<div id="over"><h2>Over the steps</h2><div class="charts" id="charts"></div></div>
+<div id="tip"></div></div>
+<script type="application/json" id="data">{data}</script>"""
+
+
+def recomputation(shown: Sequence[Shown], names: Sequence[str]) -> tuple[str, ...]:
     """Where the recomputation of each step went, in a sentence or three."""
-    meanings = [(name, recompute_words(one)) for one, name in zip(shown, names, strict=True)]
-    return heading("Where the recomputation went") + _list(meanings)
+    return tuple(f"{name}. {recompute_words(one)}" for one, name in zip(shown, names, strict=True))
 
 
 def recompute_words(one: Shown) -> str:
@@ -154,23 +188,11 @@ def recompute_words(one: Shown) -> str:
     return f"{words}, in which the next op had all its inputs and could not run yet; most on {one.rank_name(-worst)}, {number(most)} s."
 
 
-def rank_numbers(shown: Sequence[Shown], names: Sequence[str]) -> str:
-    """For each step a table with a line per rank, and what its columns mean."""
-    titles = [heading(f"{name} · seconds per rank") for name in names]
-    tables = [title + framed(ranks_table(one.breakdown)) for one, title in zip(shown, titles, strict=True)]
-    meanings = {
-        "busy": "the rank computed; all columns up to unexplained add up to the step",
-        **{head: words for head, (_, words) in _causes_in([rank for one in shown for rank in one.breakdown]).items()},
-        "R hidden": "recomputation that cost no time: the rank would have waited",
-        "R exposed": "recomputation for which the next op had to wait",
-        "peak sets": "sets of activations alive at once",
-    }
-    return "\n".join([*tables, _list(meanings.items())])
-
-
-def _list(meanings: Iterable[tuple[str, str]]) -> str:
-    entries = "".join(f"<dt>{escape(term)}</dt><dd>{escape(words)}</dd>" for term, words in meanings)
-    return f"<dl>{entries}</dl>"
+def rank_numbers(shown: Sequence[Shown], names: Sequence[str]) -> list[Section]:
+    """For each step a table with a line per rank; what the columns mean stands below the last."""
+    tables = [ranks_table(one.breakdown) for one in shown]
+    tables[:-1] = [replace(table, words=()) for table in tables[:-1]]
+    return [Section(f"{name} · seconds per rank", tables=(table,)) for name, table in zip(names, tables, strict=True)]
 
 
 def schedules_table(shown: Sequence[Shown], names: Sequence[str] = ()) -> Table:
@@ -199,8 +221,21 @@ def schedules_table(shown: Sequence[Shown], names: Sequence[str] = ()) -> Table:
         if any(ranks is not None for ranks in held):
             head.append(column)
             for row, ranks in zip(rows, held):
-                row.append(number(None if ranks is None else max(ranks), "{:.3g}"))
-    return Table(head, rows)
+                most = None if ranks is None else max(ranks)
+                row.append(size(most) if column == "peak bytes" else number(most, "{:.3g}"))
+    return Table(head, rows, words=[(name, _SCHEDULE_WORDS[name]) for name in head[1:]])
+
+
+_SCHEDULE_WORDS = {
+    "step s": "From the first op of any rank to the last.",
+    "bound s": "The least that any order of these ops could take, as far as is proven.",
+    "bubble": "Share of the step in which a rank computes nothing, over all ranks.",
+    "R hidden s": "Recomputation that cost no time, summed over ranks.",
+    "R exposed s": "Recomputation for which the next op had to wait, summed over ranks.",
+    "peak sets": "Most sets of activations alive at once on any rank.",
+    "with inputs": "The same, with stored inputs counted as the part of a set that they are.",
+    "peak bytes": "Most bytes of sets and stored inputs at once on any rank.",
+}
 
 
 def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
@@ -211,57 +246,32 @@ def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
         [
             str(rank.rank),
             number(rank.busy_seconds),
-            *(number(getattr(rank, field)) for field, _ in causes.values()),
+            *(number(_or_zero(getattr(rank, field), rank)) for field, *_ in causes.values()),
             number(rank.recompute_hidden_seconds),
             number(rank.recompute_exposed_seconds),
             number(rank.peak_sets),
         ]
         for rank in breakdown
     ]
-    return Table(head, rows)
+    return Table(
+        head,
+        rows,
+        words=[
+            ("busy", "The rank computes. All columns up to unexplained add up to the step."),
+            *((head, f"The rank {words}.") for head, (_, words, *_) in causes.items()),
+            ("R hidden", "Recomputation that cost no time: the rank would have waited."),
+            ("R exposed", "Recomputation for which the next op had to wait."),
+            ("peak sets", "Most sets of activations alive at once."),
+        ],
+    )
 
 
-def _causes_in(breakdown: Sequence[RankBreakdown]) -> dict[str, tuple[str, str]]:
+def _or_zero(seconds: float, rank: RankBreakdown) -> float:
+    """What rounding leaves of nothing is nothing."""
+    return seconds if seconds > 1e-12 * (rank.busy_seconds + rank.bubble_seconds) else 0.0
+
+
+def _causes_in(breakdown: Sequence[RankBreakdown]) -> dict[str, tuple[str, str, str, str]]:
     """All, but where no step ended with gradients that were added up, not that one."""
     reduces = any(rank.reduce_exposed_seconds > 0 for rank in breakdown)
-    return {head: cause for head, cause in _CAUSES.items() if head != "reduce" or reduces}
-
-
-_STYLE = (
-    """
-  :root { color-scheme: light dark; font: 14px/1.5 $font; --faint: light-dark(#6e7781, #8d96a0); --line: #8c959f40 }
-  body { max-width: 1400px; margin: 24px auto 64px; padding: 0 20px }
-  h1 { font-size: 22px; margin: 0 0 4px } h2 { font-size: 16px; margin: 32px 0 6px } p { margin: 4px 0; max-width: 90ch }
-  .scroll { overflow-x: auto } .scroll > h2, .scroll > p { position: sticky; left: 0 }
-  svg { display: block } .curve { fill: $fill; fill-opacity: .5; stroke: $fill }
-  .op.faded { opacity: .18 }
-  table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 6px 0 }
-  td, th { padding: 2px 12px; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line) }
-  th { font-weight: 500; color: var(--faint) } .left { text-align: left; padding-left: 0 }
-  dl { display: grid; grid-template-columns: max-content 1fr; gap: 0 14px } dt { color: var(--faint) }
-  dd { margin: 0; max-width: 90ch }
-  .table { overflow-x: auto } pre { overflow-x: auto }
-  #tip { position: fixed; display: none; padding: 4px 8px; border-radius: 4px; background: #24292f; color: #fff;
-         pointer-events: none; white-space: pre }
-""".replace("$font", FONT).replace("$fill", LOOKS["recompute"].fill)
-    + THEME
-)
-
-# Names the op under the pointer and fades all that belongs to other microbatches.
-_SCRIPT = """
-  const tip = document.getElementById('tip'), ops = [...document.querySelectorAll('.op')];
-  for (const op of ops) {
-    const words = op.querySelector('title').textContent; op.querySelector('title').remove();
-    op.addEventListener('pointerenter', () => {
-      tip.textContent = words; tip.style.display = 'block';
-      for (const one of ops) one.classList.toggle('faded', one.dataset.microbatch !== op.dataset.microbatch);
-    });
-    op.addEventListener('pointermove', move => {
-      tip.style.left = Math.min(move.clientX + 14, innerWidth - tip.offsetWidth - 8) + 'px';
-      tip.style.top = move.clientY + 16 + 'px';
-    });
-    op.addEventListener('pointerleave', () => {
-      tip.style.display = 'none'; for (const one of ops) one.classList.remove('faded');
-    });
-  }
-"""
+    return {head: cause for head, cause in CAUSES.items() if head != "reduce" or reduces}

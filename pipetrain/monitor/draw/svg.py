@@ -1,4 +1,4 @@
-"""A timeline as an SVG picture: a row per rank, a box per op, and what each rank holds as a curve; legible on light and dark pages."""
+"""A timeline as an SVG picture: a row per rank, a box per op; legible on light and dark pages."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
-from pipetrain.monitor.breakdown import Curve, bytes_over_time, sets_over_time
+from pipetrain.monitor.draw.drawing import facts_of
 from pipetrain.monitor.draw.palette import LOOKS, THEME, drawn_kinds, looks_of
-from pipetrain.monitor.draw.table import number, size
+from pipetrain.monitor.draw.table import number
 from pipetrain.monitor.shown import Shown
 from pipetrain.schedule.events import OpEvent, ran_beside
 from pipetrain.schedule.op import Lane
@@ -20,8 +20,8 @@ _CHARACTER, _SPARE = 6.6, 3.0  # the width of one in a name, and what a box must
 
 _ROW, _GAP, _FOOT = 30, 7, 4
 _HEAD = 62
-_CURVE, _ROOM = 46, 10  # a rank's curve, with the room above it
-FONT = "ui-sans-serif, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
+_INK_ON_PALE = "#14181d"
+_FONT = "ui-sans-serif, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 _HATCH = """<defs><pattern id="exposed" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
 <rect width="2.2" height="6" fill="#3d2600" fill-opacity=".35"/></pattern></defs>"""
 
@@ -40,7 +40,7 @@ def svg(*shown: Shown, width: int = 960, names: Sequence[str] = ()) -> str:
     shape = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {shape} font-family="{FONT}" font-size="13" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" {shape} font-family="{_FONT}" font-size="13" role="img">',
             f"<title>{escape('; '.join(one.title for one in shown))}</title>",
             f"<style>{THEME}</style>",
             _HATCH,
@@ -82,7 +82,7 @@ def _panel(one: Shown, name: str, top: int, width: int, longest: float) -> str:
 
 
 def _boxes(one: Shown, rank: int, row: _Row, several: bool) -> list[str]:
-    """The ops of a rank; where R ran beside the others, as on a GPU, R in the lower part of the row. What adds up gradients, which
+    """The ops of a rank, paler those of its later stages; where R ran beside the others, as on a GPU, R in the lower part of the row. What adds up gradients, which
     does not occupy the rank, is a line at its foot."""
     foot = replace(row, y=row.y + _ROW - _FOOT, height=_FOOT)
     reduces = [event for event in one.timeline.of_rank(rank) if event.lane is Lane.REDUCE and event.op.kind.row.looks]
@@ -93,17 +93,20 @@ def _boxes(one: Shown, rank: int, row: _Row, several: bool) -> list[str]:
         upper = round(_ROW * 0.6)
         rows = dict.fromkeys(Lane, replace(row, height=upper - 1))
         rows[Lane.RECOMPUTE] = exposed = replace(row, y=row.y + upper, height=_ROW - upper)
-    pieces = []
+    pieces, later = [], one.later_stages(rank)
     for event in events:
         data = f'class="op" data-microbatch="{event.op.microbatch}"'
         filled = f'rx="3" fill="{looks_of(event.op.kind).fill}">{_title(event, row.start)}'
         pieces.append(_rect(rows[event.lane], event.start, event.end, data, filled, inset=0.75))
+        if event.op.stage in later:
+            paler = 'rx="3" fill="#ffffff" fill-opacity=".45" pointer-events="none"/>'
+            pieces.append(_rect(rows[event.lane], event.start, event.end, 'class="later"', paler, inset=0.75))
     for event in reduces:
         filled = f'fill="{looks_of(event.op.kind).fill}">{_title(event, row.start)}'
         pieces.append(_rect(foot, event.start, event.end, 'class="reduce"', filled))
     hatched = 'rx="3" fill="url(#exposed)" pointer-events="none"/>'  # recomputation for which the next op had to wait
     pieces += [_rect(exposed, begin, end, 'class="hatch"', hatched) for begin, end in one.exposed(rank)]
-    return [*pieces, *(_name(event, rows[event.lane], several) for event in events)]
+    return [*pieces, *(_name(event, rows[event.lane], several, event.op.stage in later) for event in events)]
 
 
 def _rect(row: _Row, begin: float, end: float, before: str, after: str, *, inset: float = 0.0) -> str:
@@ -115,19 +118,9 @@ def _rect(row: _Row, begin: float, end: float, before: str, after: str, *, inset
 
 
 def _heading(one: Shown, name: str, top: int) -> str:
-    facts = [
-        f"step {number(one.step_seconds)} s",
-        f"bound {number(one.bound_seconds)} s",
-        f"bubble {one.bubble_fraction:.0%}",
-    ]
-    if (recompute := one.hidden_seconds + one.exposed_seconds) > 0:
-        facts.append(f"recompute hidden {number(one.hidden_seconds)} of {number(recompute)} s")
-    if reducing := max(rank.reduce_exposed_seconds for rank in one.breakdown):
-        facts.append(f"reduce exposed {number(reducing)} s")
-    facts.append(f"sets alive per rank {' '.join(f'{rank.peak_sets:g}' for rank in one.breakdown)}")
     return (
         f'<text class="text" x="{_MARGIN}" y="{top + 16}" font-size="17" font-weight="600">{escape(name)}</text>'
-        f'<text class="faint" x="{_MARGIN}" y="{top + 38}">{escape("  ·  ".join(facts))}</text>'
+        f'<text class="faint" x="{_MARGIN}" y="{top + 38}">{escape("  ·  ".join(facts_of(one)))}</text>'
     )
 
 
@@ -138,7 +131,7 @@ def _title(event: OpEvent, start: float) -> str:
     return f"<title>{event.op}  {taken}</title></rect>"
 
 
-def _name(event: OpEvent, row: _Row, several: bool) -> str:
+def _name(event: OpEvent, row: _Row, several: bool, is_pale: bool) -> str:
     """The op's name in its box; the kind alone, or nothing, where that does not fit."""
     x, width = row.across(event.start, event.end)
     short = f"{event.op}".removeprefix(f"{event.op.stage}")
@@ -147,7 +140,7 @@ def _name(event: OpEvent, row: _Row, several: bool) -> str:
     if name is None:
         return ""
     return (
-        f'<text class="name" x="{x + width / 2:.2f}" y="{row.y + row.height / 2 + 4.2:g}" fill="{looks_of(event.op.kind).ink}"'
+        f'<text class="name" x="{x + width / 2:.2f}" y="{row.y + row.height / 2 + 4.2:g}" fill="{_INK_ON_PALE if is_pale else looks_of(event.op.kind).ink}"'
         f' font-size="12" text-anchor="middle" pointer-events="none">{name}</text>'
     )
 
@@ -187,38 +180,3 @@ def _legend(shown: Sequence[Shown], y: float) -> str:
         pieces.append(f'<text class="faint" x="{x + 20:g}" y="{y}" font-size="12">{words}</text>')
         x += 40 + 6.5 * len(words)
     return "".join(pieces)
-
-
-# What each rank holds, as curves on the same time axis --------------------------------------------------------------
-
-
-def held_words(one: Shown) -> str:
-    """What the curves count."""
-    return "sets of activations alive" if one.peak_bytes() is None else "bytes of sets and stashed inputs"
-
-
-def memory_curves(one: Shown, *, width: int, longest: float) -> str:
-    """An SVG with a curve per rank, `longest` seconds wide: bytes where the costs tell their sizes, else sets alive."""
-    in_bytes = one.peak_bytes() is not None
-    curves: list[Curve] = []
-    for rank in range(one.schedule.num_ranks):
-        events = one.timeline.of_rank(rank)
-        held = bytes_over_time(one.schedule, events, one.costs) if in_bytes else sets_over_time(one.schedule, events)
-        curves.append(list(dict(held).items()))  # changes at one moment count as one: where a set takes another's place
-    peaks = [max((held for _, held in curve), default=0.0) for curve in curves]
-    up = (_CURVE - _ROOM) / (max(peaks, default=0.0) or 1.0)
-    across = (width - _LEFT - _RIGHT) / longest if longest > 0 else 0.0
-    pieces = []
-    for rank, (curve, peak) in enumerate(zip(curves, peaks)):
-        base = (rank + 1) * _CURVE
-        steps = "".join(f"H{_LEFT + (time - one.start) * across:.1f}V{base - held * up:.1f}" for time, held in curve)
-        most = size(peak) if in_bytes else f"{peak:g}"
-        pieces.append(f'<rect class="idle" x="{_LEFT}" y="{base}" width="{width - _LEFT - _RIGHT}" height="1"/>')
-        pieces.append(f'<path class="curve" d="M{_LEFT},{base}{steps}V{base}Z"/>')
-        pieces.append(f'<text class="text" x="16" y="{base - 14}">{one.rank_name(rank)}</text>')
-        pieces.append(f'<text class="faint" x="16" y="{base}" font-size="11">max {most}</text>')
-    height = len(curves) * _CURVE + 8
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-        f' font-size="13">{"".join(pieces)}</svg>'
-    )

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
 Row = Sequence[str]
 _NARROWEST_RULE = 3  # markdown wants three characters below a column's head
+_OBEYED = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class Table:
-    """`rows` below a `head`, cell by cell. Columns stand to the right, as numbers do, but for those in `left`."""
+    """`rows` below a `head`, cell by cell. Columns stand to the right, as numbers do, but for those in `left`. `words` say below what
+    columns or rows mean: each its name and a sentence."""
 
     head: Row
     rows: Sequence[Row]
     left: frozenset[int] = frozenset({0})
+    words: Sequence[tuple[str, str]] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "head", tuple(map(printable, self.head)))
+        object.__setattr__(self, "rows", tuple(tuple(map(printable, row)) for row in self.rows))
 
     def as_text(self, *, ruled: bool = False) -> str:
         """Columns two spaces apart; `ruled`: with a line below the head."""
@@ -30,13 +38,15 @@ class Table:
         widths = self._widths(_NARROWEST_RULE)
         rule = (f"{'-' * (width + 1)}{'-' if column in self.left else ':'}" for column, width in enumerate(widths))
         lines = [f"| {' | '.join(self._padded(row, widths))} |" for row in (self.head, *self.rows)]
-        return "\n".join([lines[0], f"|{'|'.join(rule)}|", *lines[1:]])
+        words = ["", *(f"- {name}: {words}" for name, words in self.words)] if self.words else []
+        return "\n".join([lines[0], f"|{'|'.join(rule)}|", *lines[1:], *words])
 
     def as_html(self) -> str:
         """A `table` element."""
         head = "".join(self._cells("th", self.head))
         body = "".join(f"<tr>{''.join(self._cells('td', row))}</tr>" for row in self.rows)
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        words = "".join(f"<dt>{escape(name)}</dt><dd>{escape(printable(words))}</dd>" for name, words in self.words)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" + (words and f"<dl>{words}</dl>")
 
     def _widths(self, least: int = 0) -> list[int]:
         return [max(least, *map(len, column)) for column in zip(self.head, *self.rows, strict=True)]
@@ -49,6 +59,11 @@ class Table:
         for column, cell in enumerate(row):
             side = ' class="left"' if column in self.left else ""
             yield f"<{tag}{side}>{escape(cell)}</{tag}>"
+
+
+def printable(text: str) -> str:
+    """`text` without what a terminal would obey: control codes, and marks that turn the direction of text, become U+FFFD."""
+    return _OBEYED.sub("\ufffd", text)
 
 
 def number(value: float | None, shape: str = "{:.4g}") -> str:
