@@ -11,6 +11,9 @@ from typing import Any
 
 from pipetrain.config.problem import ConfigError, nearest
 
+# What installed packages may bring: names of entry points, by what they are.
+SCHEDULES, OP_HANDLERS = "pipetrain.schedules", "pipetrain.op_handlers"
+TRACKERS, ENGINES = "pipetrain.trackers", "pipetrain.engines"
 _ALLOWED = "write MODULE:FUNCTION, as in my_package.models:make_layers"
 
 
@@ -53,23 +56,27 @@ def _imported(module_name: str, spelling: str) -> Any:
         raise ConfigError(f"{spelling}: there is no module {last!r} in {where}{nearest(last, there)}") from error
 
 
-def extensions(group: str) -> tuple[str, ...]:
-    """The names that installed packages give in the entry points of `group`, as in `pipetrain.schedules`."""
-    return tuple(sorted(entry_points(group=group).names))
+def is_extension(value: str, group: str) -> bool:
+    """Whether `value` is spelled `module:name`, or is a name that an installed package gives in the entry points of `group`."""
+    return ":" in value or value in entry_points(group=group).names
 
 
 def load_extension(key: str, value: str, group: str) -> Any:
-    """What `key=value` stands for: `module:name`, or an entry point of `group`; None: neither.
+    """What `key=value` stands for: `module:name`, or an entry point of `group`.
 
     Raises:
-        ConfigError: it cannot be imported, or several packages give the same name.
+        ConfigError: it is neither, it is no function or class, it cannot be imported, or several packages give the same name.
     """
-    found = {value} if ":" in value else {entry.value for entry in entry_points(group=group, name=value)}
-    if len(found) > 1:
-        raise ConfigError(f"{key}={value}: packages give {' and '.join(sorted(found))} this name; {_ALLOWED}")
-    for spelling in found:
-        try:
-            return load_target(spelling)
-        except ConfigError as error:
-            raise ConfigError(f"{key}={error}" if spelling == value else f"{key}={value}: {error}") from error
-    return None
+    spellings = {value} if ":" in value else {entry.value for entry in entry_points(group=group, name=value)}
+    if len(spellings) != 1:
+        names = ", ".join(sorted(entry_points(group=group).names)) or "none"
+        told = f"packages give {' and '.join(sorted(spellings))} this name" if spellings else f"installed are {names}"
+        raise ConfigError(f"{key}={value}: {told}; {_ALLOWED}")
+    (spelling,) = spellings
+    try:
+        found = load_target(spelling)
+    except ConfigError as error:
+        raise ConfigError(f"{key}={error}" if spelling == value else f"{key}={value}: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"{key}={value}: is a {type(found).__name__}, and no function or class")
+    return found

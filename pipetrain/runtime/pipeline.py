@@ -36,11 +36,12 @@ from pipetrain.runtime.call_programs import GivenSchedule
 from pipetrain.runtime.copies import make_replicas_equal
 from pipetrain.runtime.cut import join, own_rows
 from pipetrain.runtime.diagnosis import Diagnosis, FiniteWatch
-from pipetrain.runtime.executor import Step
+from pipetrain.runtime.executor import OnCall, Step
 from pipetrain.runtime.generation import Request, Sampling, agree
 from pipetrain.runtime.measure import measure_rank, waits_told
 from pipetrain.runtime.runner import CallRunner
 from pipetrain.runtime.weights import StageWeights
+from pipetrain.schedule.check import check_calls
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import RecomputePolicy
@@ -77,6 +78,7 @@ class Pipeline(StageWeights):
         loss_reduction: `loss_fn` is a `"mean"` over rows or a `"sum"`, whose losses and gradients are added up as they are. The first training step checks it.
         timeout_seconds: longest wait for another rank.
         on_event: is given every `OpEvent`, after its step; on a GPU when the device has come that far.
+        on_call: `on_call(op, layers)` runs where the schedule has a CALL, without a graph; `layers` are those of the op's stage.
 
     Every rank calls the same methods in the same order. A rank that does not hold the first stage may pass None as inputs, one
     that does not hold the last None as targets.
@@ -107,6 +109,7 @@ class Pipeline(StageWeights):
         loss_reduction: str = "mean",
         timeout_seconds: float = 600.0,
         on_event: Callable[[OpEvent], None] | None = None,
+        on_call: OnCall | None = None,
     ) -> None:
         spec = spec_of(model).for_loss(loss_fn)
         # Whoever made a bundle with a count_fn has said what its loss is a mean over.
@@ -129,7 +132,7 @@ class Pipeline(StageWeights):
             self._clock = align_clocks(self._group.chain, self._group.replicas)
             with introduced(self._group) as own:
                 own.seed, own.loss_reduction = checked_seed(seed), checked_reduction(loss_reduction)
-                check_functions(loss_fn, count_fn, on_event, spec.modules.values())
+                check_functions(loss_fn, count_fn, on_event, on_call, spec.modules.values())
                 self._parts = parts = Assembly(spec, loss_fn, own.seed, self._group, self._lanes)
                 own.model, own.counts = parts.fingerprint, count_fn is not None
                 self._given_schedule, self._policy = schedule, RecomputePolicy.of(recompute)
@@ -138,6 +141,7 @@ class Pipeline(StageWeights):
                 self.plan = parts.make_plan(plan, schedule, self._policy, balance, **numbers)
                 parts.build(self.plan, is_balanced=plan is None and balance == "auto")
                 self._programs = parts.programs(schedule, self._policy, self.plan)
+                check_calls(self.schedule, on_call)
                 own.tell(self.plan, self._programs.describe(), self._group)
                 self._stages = parts.stages(self._programs, self._policy, self.plan)
                 parts.check(self.plan)
@@ -146,6 +150,7 @@ class Pipeline(StageWeights):
             self._runner = CallRunner(
                 parts, self.plan, self._programs, self._stages, self._policy, count_fn, loss_reduction, checks_loss
             )
+            self._runner.executor.on_call = on_call
 
     def change(
         self,
@@ -181,6 +186,7 @@ class Pipeline(StageWeights):
             m = self.plan.num_microbatches if num_microbatches is None else num_microbatches
             plan = replace(self.plan, num_microbatches=whole_number("num_microbatches", m))
             programs = self._parts.programs(given, policy, plan)
+            check_calls(programs.whole().schedule, self._runner.executor.on_call)
             own.tell(plan, programs.describe(), self._group)
             stages = self._parts.stages(programs, policy, plan)
         self.plan, self._given_schedule, self._policy = plan, given, policy

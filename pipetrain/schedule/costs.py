@@ -62,14 +62,16 @@ class Costs:
 
     def of(self, kind: Kind, to_stage: bool = False) -> tuple[float, ...]:
         """Seconds of an op of `kind`, per stage; of one that is said to be with another stage (`Op.peer`), if `to_stage`. A message takes
-        as long at both its ends; 0 where a stage has none.
+        as long at both its ends; 0 where a stage has none, and where nothing is known.
 
         Raises:
             ValueError: nothing runs ops of this kind yet.
         """
         row = kind.row
         if row.cost is None:
-            raise ValueError(f"{kind} has no cost: nothing runs such an op yet")
+            if not row.runs:
+                raise ValueError(f"{kind} has no cost: nothing runs such an op yet")
+            return (0.0,) * self.num_stages
         seconds: tuple[float, ...] = getattr(self, row.cost)
         if row.per_stage:
             return (to_stage and self.reduce_shared) or seconds or (0.0,) * self.num_stages

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipetrain.config.problem import ConfigError
-from pipetrain.config.target import extensions, load_extension, load_target
+from pipetrain.config.target import is_extension, load_extension, load_target
 
 GROUP = "pipetrain.made_up"
 
@@ -74,10 +74,16 @@ def test_what_names_nothing_is_one_line(spelling: str, told: str) -> None:
 
 
 def test_an_installed_package_gives_a_name(folder: Path) -> None:
-    _install(folder, "first", "twice = own_shapes:Square\nonce = own_shapes:Square.sides\ngone = own_shapes:no\n")
-    assert extensions(GROUP) == ("gone", "once", "twice")
-    assert load_extension("key", "once", GROUP) == 4
-    assert load_extension("key", "never", GROUP) is None
+    _install(
+        folder, "first", "twice = own_shapes:Square\nonce = own_package.models:make_layers\ngone = own_shapes:no\n"
+    )
+    assert is_extension("once", GROUP)
+    assert load_extension("key", "once", GROUP)() == "made"
+    assert not is_extension("never", GROUP)
+    with pytest.raises(ConfigError, match="key=never: installed are gone, once, twice; write MODULE:FUNCTION"):
+        load_extension("key", "never", GROUP)
+    with pytest.raises(ConfigError, match=r"key=own_shapes:Square\.sides: is a int, and no function or class"):
+        load_extension("key", "own_shapes:Square.sides", GROUP)
     with pytest.raises(ConfigError, match=r"^key=gone: own_shapes:no: own_shapes has no 'no'"):
         load_extension("key", "gone", GROUP)
     with pytest.raises(ConfigError, match=r"^key=own_shapes:no: own_shapes has no 'no'"):
