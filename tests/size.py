@@ -30,7 +30,7 @@ ROOMS = {
     "monitor": 3140,
     "optim": 330,
     "plan": 1350,
-    "runtime": 4818,
+    "runtime": 4821,
     "schedule": 4988,
     "snapshot": 1150,
     "stage": 5100,

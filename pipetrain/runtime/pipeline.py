@@ -32,7 +32,7 @@ from pipetrain.runtime.arguments import (
     mistake_in_step,
 )
 from pipetrain.runtime.assembly import Assembly
-from pipetrain.runtime.call_programs import GivenSchedule
+from pipetrain.runtime.call_programs import GivenSchedule, Programs
 from pipetrain.runtime.copies import make_replicas_equal
 from pipetrain.runtime.cut import join, own_rows
 from pipetrain.runtime.diagnosis import Diagnosis, FiniteWatch
@@ -88,6 +88,8 @@ class Pipeline(StageWeights):
         PipelineError: another rank did not come.
     """
 
+    _last_report: Callable[[], RankReport] | None = None
+
     def __init__(
         self,
         model: Any,
@@ -112,13 +114,11 @@ class Pipeline(StageWeights):
         on_call: OnCall | None = None,
     ) -> None:
         spec = spec_of(model).for_loss(loss_fn)
-        # Whoever made a bundle with a count_fn has said what its loss is a mean over.
-        checks_loss = loss_fn is not None or spec.count_fn is None
+        checks_loss = loss_fn is not None or spec.count_fn is None  # a bundle's count_fn tells of its loss
         if loss_fn is None:
             loss_fn, count_fn = spec.loss_fn, count_fn or spec.count_fn
         self.step_index, self._training, self._closed = 0, True, False
-        self._take_batch, self._on_event = spec.take_batch, on_event
-        self._last_report: Callable[[], RankReport] | None = None
+        self._take_batch, self._on_event, self._on_call = spec.take_batch, on_event, on_call
         self._unseen: deque[Recording] = deque()  # what on_event was not given yet
         of_plan: dict[str, Any] = {}
         if isinstance(plan, Plan):
@@ -140,8 +140,7 @@ class Pipeline(StageWeights):
                 numbers["num_microbatches"] = num_microbatches
                 self.plan = parts.make_plan(plan, schedule, self._policy, balance, **numbers)
                 parts.build(self.plan, is_balanced=plan is None and balance == "auto")
-                self._programs = parts.programs(schedule, self._policy, self.plan)
-                check_calls(self.schedule, on_call)
+                self._programs = self._make_programs(schedule, self._policy, self.plan)
                 own.tell(self.plan, self._programs.describe(), self._group)
                 self._stages = parts.stages(self._programs, self._policy, self.plan)
                 parts.check(self.plan)
@@ -185,13 +184,17 @@ class Pipeline(StageWeights):
             policy.check_layers(self.plan.num_layers)
             m = self.plan.num_microbatches if num_microbatches is None else num_microbatches
             plan = replace(self.plan, num_microbatches=whole_number("num_microbatches", m))
-            programs = self._parts.programs(given, policy, plan)
-            check_calls(programs.whole().schedule, self._runner.executor.on_call)
+            programs = self._make_programs(given, policy, plan)
             own.tell(plan, programs.describe(), self._group)
             stages = self._parts.stages(programs, policy, plan)
         self.plan, self._given_schedule, self._policy = plan, given, policy
         self._programs, self._stages = programs, stages
         self._runner.adopt(plan, programs, stages, policy)
+
+    def _make_programs(self, given: GivenSchedule, policy: RecomputePolicy, plan: Plan) -> Programs:
+        programs = self._parts.programs(given, policy, plan)
+        check_calls(programs.whole().schedule, self._on_call)
+        return programs
 
     # What the pipeline is -----------------------------------------------------------------------------------------
 
