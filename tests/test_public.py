@@ -35,7 +35,7 @@ SIGNATURES = {
     "Pipeline": (
         "model loss_fn=None * num_microbatches=8 schedule='gpipe' recompute='overlap' balance='auto' num_stages=None "
         "stages_per_rank=1 num_replicas=1 plan=None mesh=None group=None device=None seed=0 count_fn=None loss_reduction='mean' "
-        "timeout_seconds=600.0 on_event=None"
+        "timeout_seconds=600.0 on_event=None on_call=None"
     ),
     "Pipeline.step": "self inputs=None targets=None * scale=1.0",
     "Pipeline.change": "self * num_microbatches=None schedule=None recompute=None",

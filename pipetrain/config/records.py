@@ -24,6 +24,7 @@ from pipetrain.config.limits import (
     only,
     within,
 )
+from pipetrain.config.target import ENGINES, is_extension
 
 NATIVE, DEEPSPEED = "native", "deepspeed"
 HUGGING_FACE = "hf"  # the model.name of a model of transformers
@@ -170,7 +171,10 @@ class DataConfig:
 class PipelineConfig:
     """How the model is cut into stages, and in which order ops run."""
 
-    schedule: str = "gpipe"  # name of a schedule family, `auto`, or a CSV file
+    # Name of a schedule family, `auto`, a CSV file, or MODULE:FUNCTION (from a `Shape` to the ops of each rank).
+    schedule: str = "gpipe"
+    # Function of the schedule's CALL ops: MODULE:FUNCTION, called as function(op, layers of its stage); None: there are no such ops.
+    on_call: str | None = None
     # auto: longest search; 0: only the rule, without a search.
     search_seconds: Annotated[float, at_least(0, most=_YEAR)] = 30.0
     num_stages: Stages | None = None  # stages of the model; None: ranks of a replica x stages_per_rank
@@ -257,12 +261,22 @@ class TransportConfig:
     backend: Annotated[str, choice_of(*EDGES)] = "auto"
 
 
+_Engine = Annotated[
+    str,
+    Limit(
+        lambda value: value in (NATIVE, DEEPSPEED) or is_extension(value, ENGINES),
+        f": allowed are {NATIVE}, {DEEPSPEED}, MODULE:CLASS and names that installed packages give",
+        choices=(NATIVE, DEEPSPEED),
+    ),
+]
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Which runtime trains."""
 
-    # `native`: pipetrain's own; `deepspeed`: DeepSpeed's PipelineEngine.
-    name: Annotated[str, choice_of(NATIVE, DEEPSPEED)] = NATIVE
+    # `native`: pipetrain's own; `deepspeed`: DeepSpeed's PipelineEngine; or MODULE:CLASS, called as NativeEngine is.
+    name: _Engine = NATIVE
 
 
 _Betas = Annotated[
@@ -335,6 +349,8 @@ class ObserveConfig:
     progress: bool = True  # a progress bar on rank 0 (lines if stderr is not a terminal)
     eval_every_steps: Count | None = None  # steps between held-out evaluations; None: at the end only
     tensorboard: bool = False  # event files for TensorBoard in the run folder
+    # More trackers: a list of MODULE:CLASS, each called as class(run folder, first step) on rank 0.
+    trackers: tuple[str, ...] = ()
     # Peak floating-point operations per second of one device, at the run's precision; None: `mfu` is null.
     peak_flops_per_second: Annotated[float | None, more_than(0)] = None
     wandb: WandbConfig = field(default_factory=WandbConfig)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 
 from pipetrain.config.problem import ConfigError, shown
-from pipetrain.config.records import ADAMW, DEEPSPEED, RunConfig, TransportConfig
+from pipetrain.config.records import ADAMW, DEEPSPEED, NATIVE, RunConfig, TransportConfig
+from pipetrain.config.target import ENGINES, OP_HANDLERS, load_extension
 
 # Of DeepSpeed's engine: by key the values that it takes, and why no other.
 _COMMAND = "use engine=deepspeed pipeline=1f1b recompute=inline, or engine=native"
@@ -18,6 +19,7 @@ _TAKEN: dict[str, tuple[tuple[object, ...], str]] = {
     "pipeline.stages_per_rank": ((1,), "has one stage per rank; use pipeline.stages_per_rank=1"),
     "pipeline.placement": (("loop",), "holds stage s on rank s; use pipeline.placement=loop"),
     "pipeline.split_backward": ((False,), "runs each B as a whole; use pipeline.split_backward=false"),
+    "pipeline.on_call": ((None,), "runs no function between its ops; use engine=native"),
     "pipeline.warmup": ((None,), "fills the pipeline as 1F1B does; use pipeline.warmup=null"),
     **{
         f"transport.{key}": ((value,), "sends messages in its own way; use transport=auto")
@@ -50,8 +52,11 @@ def check_engine(config: RunConfig, num_replicas: int | None = None, tied: Seque
     """
     given = config.parallel.num_replicas
     num_replicas = num_replicas or (given if isinstance(given, int) else 1)
-    is_deepspeed = config.engine.name == DEEPSPEED
-    for problem in _refused_by_deepspeed(config, num_replicas, tied) if is_deepspeed else _refused_by_native(config):
+    refused: Iterable[str] = ()  # by an engine of the user's own: nothing that is known here
+    if config.engine.name in (NATIVE, DEEPSPEED):
+        is_native = config.engine.name == NATIVE
+        refused = _refused_by_native(config) if is_native else _refused_by_deepspeed(config, num_replicas, tied)
+    for problem in refused:
         raise ConfigError(problem)
 
 
@@ -93,8 +98,12 @@ def _refused_by_deepspeed(config: RunConfig, num_replicas: int, tied: Sequence[t
 
 def check_available(config: RunConfig) -> None:
     """Raises:
-    ConfigError: DeepSpeed or a compiler is missing.
+    ConfigError: DeepSpeed or a compiler is missing, or the user's own engine or `pipeline.on_call` cannot be imported.
     """
+    if config.engine.name not in (NATIVE, DEEPSPEED):
+        load_extension("engine.name", config.engine.name, ENGINES)
+    if config.pipeline.on_call is not None:
+        load_extension("pipeline.on_call", config.pipeline.on_call, OP_HANDLERS)
     key = "engine=deepspeed" if config.engine.name == DEEPSPEED else f"optim={config.optim.name}"
     if config.engine.name != DEEPSPEED and config.optim.name == ADAMW:
         return

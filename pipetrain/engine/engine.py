@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipetrain.config.records import DEEPSPEED, WEIGHTS_IN, RunConfig
+from pipetrain.config.records import DEEPSPEED, NATIVE, WEIGHTS_IN, RunConfig
+from pipetrain.config.target import ENGINES, load_extension
 from pipetrain.data.batch import Batch
 from pipetrain.engine.available import check_engine
 from pipetrain.models.sharing import ties_of
@@ -132,4 +133,6 @@ def make_engine(
         return DeepSpeedEngine(config, spec, plan, schedule, device=device, precision=precision)
     from pipetrain.engine.native import NativeEngine
 
-    return NativeEngine(config, spec, plan, schedule, device=device, precision=precision, on_event=on_event)
+    is_native = config.engine.name == NATIVE
+    make: type[NativeEngine] = NativeEngine if is_native else load_extension("engine.name", config.engine.name, ENGINES)
+    return make(config, spec, plan, schedule, device=device, precision=precision, on_event=on_event)

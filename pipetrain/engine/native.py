@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.config.records import CPU_ADAM, OptimConfig, RunConfig
+from pipetrain.config.target import OP_HANDLERS, load_extension
 from pipetrain.data.batch import Batch
 from pipetrain.engine.engine import Accepts, Precision
 from pipetrain.models.spec import ModelSpec
@@ -41,6 +42,7 @@ class NativeEngine:
         precision: Precision,
         on_event: Callable[[OpEvent], None] | None = None,
     ) -> None:
+        handler = config.pipeline.on_call
         self._spec = spec
         self._config = config
         self._device = device
@@ -54,6 +56,7 @@ class NativeEngine:
             seed=config.seed,
             timeout_seconds=config.timeout_seconds,
             on_event=on_event,
+            on_call=None if handler is None else load_extension("pipeline.on_call", handler, OP_HANDLERS),
         )
         inject(self._pipeline, faults_of_environment())
         replicas = self._pipeline.replica_process_group() if config.parallel.zero_stage else None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.config.records import ObserveConfig, WandbConfig
+from pipetrain.config.target import TRACKERS, load_extension
 from pipetrain.monitor.draw.terminal import staircase
 from pipetrain.monitor.folder import RunFolder
 from pipetrain.monitor.lines import LineFile, read_lines
@@ -110,7 +111,7 @@ class JsonLines(Tracker):
 
 def check_trackers(config: ObserveConfig) -> None:
     """Raises:
-    ValueError: a tracker is asked for whose package is not installed.
+    ValueError: a tracker is asked for whose package is not installed, or whose module cannot be imported.
     """
     for key, value, is_off, package in (
         ("observe.wandb.mode", config.wandb.mode, "disabled", "wandb"),
@@ -121,16 +122,29 @@ def check_trackers(config: ObserveConfig) -> None:
                 f"{key}={value}: the package {package} is not installed; pip install 'pipetrain[train]' brings it, "
                 f"and {key}={is_off} does without"
             )
+    _given(config)
+
+
+def _given(config: ObserveConfig) -> dict[str, Callable[[RunFolder, int], Tracker]]:
+    return {name: load_extension("observe.trackers", name, TRACKERS) for name in config.trackers}
 
 
 def make_trackers(config: ObserveConfig, folder: RunFolder, first_step: int) -> dict[str, Tracker]:
-    """By the name that a message gives them. Files of steps that will be repeated lose those lines now."""
+    """By the name that a message gives them. Files of steps that will be repeated lose those lines now.
+
+    Raises:
+        ValueError: what a class or function of `observe.trackers` gives is no `Tracker`.
+    """
     evaluates = config.eval_every_steps is not None
     trackers: dict[str, Tracker] = {"metrics.jsonl": JsonLines(folder, first_step, evaluates=evaluates)}
     if config.wandb.mode != "disabled":
         trackers["wandb"] = WandbTracker(folder, config.wandb, first_step)
     if config.tensorboard:
         trackers["tensorboard"] = TensorBoardTracker(folder, first_step)
+    for name, make in _given(config).items():
+        trackers[name] = make(folder, first_step)
+        if not isinstance(trackers[name], Tracker):
+            raise ValueError(f"observe.trackers=[{name}]: gives a {type(trackers[name]).__name__}, and no Tracker")
     return trackers
 
 

@@ -42,7 +42,7 @@ def checked_seed(seed: Any) -> int:
     return int(seed)
 
 
-def check_functions(loss_fn: Any, count_fn: Any, on_event: Any, layers: Iterable[Any]) -> None:
+def check_functions(loss_fn: Any, count_fn: Any, on_event: Any, on_call: Any, layers: Iterable[Any]) -> None:
     """Refuse what cannot be called, and a loss with parameters to train that no layer has: they are in no `parameters()`, `state_dict` or clip.
 
     Raises ValueError: with the argument, or with the names of the parameters.
@@ -51,6 +51,7 @@ def check_functions(loss_fn: Any, count_fn: Any, on_event: Any, layers: Iterable
         ("loss_fn", loss_fn, "of an output and its target"),
         ("count_fn", count_fn, "of a microbatch's target"),
         ("on_event", on_event, "of an OpEvent"),
+        ("on_call", on_call, "of an op and its stage's layers"),
     ):
         if function is not None and not callable(function):
             raise ValueError(f"{name}={function!r}: give a function {gives}, or leave {name} out")

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from pipetrain.comm.crossing import cross, memories
@@ -31,6 +33,9 @@ from pipetrain.stage.microbatch import StageInput, StageOutput
 from pipetrain.stage.past import Past
 from pipetrain.stage.seeding import layer_seeds
 from pipetrain.stage.segments import AnyStage
+
+OnCall = Callable[[Op, Sequence[nn.Module]], None]
+"""What a CALL does: it is given the op, and the layers of its stage."""
 
 
 @dataclass
@@ -86,6 +91,7 @@ class Executor:
     ) -> None:
         self.rank = rank
         self.before_op: Callable[[Op, int], None] | None = None  # called ahead of each op of a training step
+        self.on_call: OnCall | None = None
         self._stages = stages
         self._transport = transport
         self._lanes = lanes
@@ -201,6 +207,11 @@ class Executor:
         with self._lanes.timed(entry.lane, entry.op):
             self._stages[entry.op.stage].backward_weights(entry.microbatch)
 
+    def _call(self, entry: ProgramEntry, _: Step) -> None:
+        assert self.on_call is not None
+        with self._lanes.timed(entry.lane, entry.op), torch.no_grad():
+            self.on_call(entry.op, self._stages[entry.op.stage].layers)
+
     def _send(self, entry: ProgramEntry, _: Step) -> None:
         given = self._given.pop(entry.op)
         wants_gradient = [leaf in given.wants_gradient for leaf in range(len(given.leaves))]
@@ -280,6 +291,7 @@ _TABLE: Mapping[Kind, Callable[[Executor, ProgramEntry, Step], None]] = {
     Kind.B: Executor._backward,
     Kind.I: Executor._backward,
     Kind.W: Executor._backward_weights,
+    Kind.CALL: Executor._call,
     Kind.SEND_F: Executor._send,
     Kind.SEND_B: Executor._send,
     Kind.RECV_F: Executor._receive,

@@ -33,15 +33,16 @@ from pipetrain.runtime.arguments import (
     mistake_in_step,
 )
 from pipetrain.runtime.assembly import Assembly
-from pipetrain.runtime.call_programs import GivenSchedule
+from pipetrain.runtime.call_programs import GivenSchedule, Programs
 from pipetrain.runtime.copies import make_replicas_equal
 from pipetrain.runtime.cut import join, own_rows
 from pipetrain.runtime.diagnosis import Diagnosis, FiniteWatch
-from pipetrain.runtime.executor import Step
+from pipetrain.runtime.executor import OnCall, Step
 from pipetrain.runtime.generation import Request, Sampling, agree
 from pipetrain.runtime.measure import measure_rank, waits_told
 from pipetrain.runtime.runner import CallRunner
 from pipetrain.runtime.weights import StageWeights
+from pipetrain.schedule.check import check_calls
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import RecomputePolicy
@@ -78,6 +79,7 @@ class Pipeline(StageWeights):
         loss_reduction: `loss_fn` is a `"mean"` over rows or a `"sum"`, whose losses and gradients are added up as they are. The first training step checks it.
         timeout_seconds: longest wait for another rank.
         on_event: is given every `OpEvent`, after its step; on a GPU when the device has come that far.
+        on_call: `on_call(op, layers)` runs where the schedule has a CALL, without a graph; `layers` are those of the op's stage.
 
     Every rank calls the same methods in the same order. A rank that does not hold the first stage may pass None as inputs, one
     that does not hold the last None as targets.
@@ -86,6 +88,8 @@ class Pipeline(StageWeights):
         ValueError: arguments that do not fit each other; the same on every rank.
         PipelineError: another rank did not come.
     """
+
+    _last_report: Callable[[], RankReport] | None = None
 
     def __init__(
         self,
@@ -108,16 +112,15 @@ class Pipeline(StageWeights):
         loss_reduction: str = "mean",
         timeout_seconds: float = 600.0,
         on_event: Callable[[OpEvent], None] | None = None,
+        on_call: OnCall | None = None,
     ) -> None:
         spec = spec_of(model).for_loss(loss_fn)
-        # Whoever made a bundle with a count_fn has said what its loss is a mean over.
-        checks_loss = loss_fn is not None or spec.count_fn is None
+        checks_loss = loss_fn is not None or spec.count_fn is None  # a bundle's count_fn tells of its loss
         if loss_fn is None:
             loss_fn, count_fn = spec.loss_fn, count_fn or spec.count_fn
         self.step_index, self._training, self._closed = 0, True, False
-        self._take_batch, self._on_event = spec.take_batch, on_event
+        self._take_batch, self._on_event, self._on_call = spec.take_batch, on_event, on_call
         self.beside: list[Beside] = []
-        self._last_report: Callable[[], RankReport] | None = None
         self._unseen: deque[Recording] = deque()  # what on_event was not given yet
         of_plan: dict[str, Any] = {}
         if isinstance(plan, Plan):
@@ -131,7 +134,7 @@ class Pipeline(StageWeights):
             self._clock = align_clocks(self._group.chain, self._group.replicas)
             with introduced(self._group) as own:
                 own.seed, own.loss_reduction = checked_seed(seed), checked_reduction(loss_reduction)
-                check_functions(loss_fn, count_fn, on_event, spec.modules.values())
+                check_functions(loss_fn, count_fn, on_event, on_call, spec.modules.values())
                 self._parts = parts = Assembly(spec, loss_fn, own.seed, self._group, self._lanes)
                 own.model, own.counts = parts.fingerprint, count_fn is not None
                 self._given_schedule, self._policy = schedule, RecomputePolicy.of(recompute)
@@ -139,7 +142,7 @@ class Pipeline(StageWeights):
                 numbers["num_microbatches"] = num_microbatches
                 self.plan = parts.make_plan(plan, schedule, self._policy, balance, **numbers)
                 parts.build(self.plan, is_balanced=plan is None and balance == "auto")
-                self._programs = parts.programs(schedule, self._policy, self.plan)
+                self._programs = self._make_programs(schedule, self._policy, self.plan)
                 own.tell(self.plan, self._programs.describe(), self._group)
                 self._stages = parts.stages(self._programs, self._policy, self.plan)
                 parts.check(self.plan)
@@ -148,6 +151,7 @@ class Pipeline(StageWeights):
             self._runner = CallRunner(
                 parts, self.plan, self._programs, self._stages, self._policy, count_fn, loss_reduction, checks_loss
             )
+            self._runner.executor.on_call = on_call
 
     def change(
         self,
@@ -182,12 +186,17 @@ class Pipeline(StageWeights):
             policy.check_layers(self.plan.num_layers)
             m = self.plan.num_microbatches if num_microbatches is None else num_microbatches
             plan = replace(self.plan, num_microbatches=whole_number("num_microbatches", m))
-            programs = self._parts.programs(given, policy, plan)
+            programs = self._make_programs(given, policy, plan)
             own.tell(plan, programs.describe(), self._group)
             stages = self._parts.stages(programs, policy, plan)
         self.plan, self._given_schedule, self._policy = plan, given, policy
         self._programs, self._stages = programs, stages
         self._runner.adopt(plan, programs, stages, policy)
+
+    def _make_programs(self, given: GivenSchedule, policy: RecomputePolicy, plan: Plan) -> Programs:
+        programs = self._parts.programs(given, policy, plan)
+        check_calls(programs.whole().schedule, self._on_call)
+        return programs
 
     # What the pipeline is -----------------------------------------------------------------------------------------
 

@@ -69,10 +69,23 @@ def refuse_unknown_kinds(schedule: Schedule) -> None:
         )
 
 
+def check_calls(schedule: Schedule, on_call: object) -> None:
+    """Refuse, before a run starts, a schedule with a CALL where `on_call`, the function that it calls, is None.
+
+    Raises:
+        ValueError: the function is missing.
+    """
+    call = next((op for _, _, op in schedule.ops() if op.kind.row.calls), None)
+    if call is not None and on_call is None:
+        raise ValueError(
+            f"{call}: pipeline.schedule={schedule.family} calls a function; give it, as in pipeline.on_call=MODULE:FUNCTION"
+        )
+
+
 def violation_of(op: Op, rank: int, shape: Shape) -> str | None:
     """Why `op`, of a generator or a file, may not stand on the compute lane of `rank`; None: it may."""
     if not op.kind.computes or op.peer is not None:
-        return "is no op of a compute lane; allowed are stage, F, R, B, I or W, and microbatch, as in 2F0"
+        return "is no op of a compute lane; allowed are stage, F, R, B, I, W or CALL, and microbatch, as in 2F0"
     return _place_violation(op, rank, shape)
 
 
@@ -115,7 +128,7 @@ def each_op_in_its_place(schedule: Schedule) -> Iterator[Violation]:
     shape = Shape(schedule.stage_ranks, schedule.num_microbatches, num_parts=parts)
     for rank, lane, op in schedule.ops():
         per_stage = op.kind.row.per_stage
-        if op.kind.row.cost is None:
+        if op.kind.row.cost is None and not op.kind.row.runs:
             yield op, f"the executor does not know {op.kind} yet"
         elif per_stage and (op.microbatch is not None or op.part is None):
             yield op, "is not spelled with a bucket, as 3REDUCE_GRAD.0, or 3REDUCE_GRAD.0>0 with another stage"

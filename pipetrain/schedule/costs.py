@@ -62,14 +62,16 @@ class Costs:
 
     def of(self, kind: Kind, to_stage: bool = False) -> tuple[float, ...]:
         """Seconds of an op of `kind`, per stage. With `to_stage` the op names another stage (`Op.peer`). A message takes the same time at
-        both ends, and 0 on a stage that has none.
+        both ends, and 0 on a stage that has none or where no time is known.
 
         Raises:
             ValueError: nothing runs ops of this kind yet.
         """
         row = kind.row
         if row.cost is None:
-            raise ValueError(f"{kind} has no cost: nothing runs such an op yet")
+            if not row.runs:
+                raise ValueError(f"{kind} has no cost: nothing runs such an op yet")
+            return (0.0,) * self.num_stages
         seconds: tuple[float, ...] = getattr(self, row.cost)
         if row.per_stage:
             return (to_stage and self.reduce_shared) or seconds or (0.0,) * self.num_stages

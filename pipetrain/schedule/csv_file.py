@@ -170,7 +170,7 @@ def _parsed(place: str, cell: str) -> Op:
         op = None
     if op is None or not op.kind.computes or op.peer is not None:
         raise ValueError(
-            f"{place}: {cell!r} is no op of a schedule file; allowed are stage, F, R, B, I or W, and microbatch, as in 2F0"
+            f"{place}: {cell!r} is no op of a schedule file; allowed are stage, F, R, B, I, W or CALL, and microbatch, as in 2F0"
         )
     return op
 

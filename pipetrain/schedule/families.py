@@ -294,4 +294,4 @@ def generator_of(family: str) -> Generator:
     """
     if family in FAMILIES:
         return FAMILIES[family]
-    raise not_a_choice("pipeline.schedule", family, [*FAMILIES, AUTO], " or a path ending in .csv")
+    raise not_a_choice("pipeline.schedule", family, [*FAMILIES, AUTO], ", a path ending in .csv or MODULE:FUNCTION")

@@ -6,12 +6,13 @@
     B       compute   RECV_B   SEND_B   F                         all three     backward
     I       compute   RECV_B   SEND_B   F                                       input_gradient
     W       compute                     I                         all three     weight_gradient
+    CALL    compute
     SEND_F  send                        F                                       hop_forward
     REDUCE_GRAD reduce                                                          reduce
     ...                                 * the recompute lane where recomputation overlaps
 
 A kind is read by its row (`op.kind.row`), never by its name. To add one: its spelling in `Kind`, its row in `_ROWS`, its
-place among the ops of a pass in `PASS_SEQUENCES`; the executor has one entry for it.
+place among the ops of a pass in `PASS_SEQUENCES`, if it has one; the executor has one entry for it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Kind(enum.StrEnum):
     B = "B"  # backward
     I = "I"  # noqa: E741  # the half of backward that gives the gradient of the input
     W = "W"  # the other half: the gradients of the weights
+    CALL = "CALL"  # a function of the user's, where a generator or a file puts it
     SEND_F = "SEND_F"  # the output of F to the next stage
     RECV_F = "RECV_F"  # the input of F from the stage before
     SEND_B = "SEND_B"  # the gradient of the input to the stage before
@@ -93,8 +95,9 @@ class KindRow:
     needs_set: bool = False  # it reads the set, so that its R comes before it where the set is not kept
     allocates: frozenset[Holding] = frozenset()  # what the stage holds from its start
     frees: frozenset[Holding] = frozenset()  # ... and until its end
-    cost: str | None = None  # the field of `Costs`; None: nothing runs such an op yet
+    cost: str | None = None  # the field of `Costs`; None: nothing is known of its time, which counts as 0
     runs: bool = True  # whether the executor has an entry for it
+    calls: bool = False  # whether it needs a function of the user's
 
     @property
     def uses_edge_after(self) -> bool:
@@ -104,7 +107,7 @@ class KindRow:
     @property
     def looks(self) -> str | None:
         """How it is drawn, a name in `monitor/draw/palette.py`; None: not at all, as a message."""
-        return None if self.cost is None or self.lane in MESSAGE_LANES else self.cost.replace("_", " ")
+        return (self.cost or "call").replace("_", " ") if self.runs and self.lane not in MESSAGE_LANES else None
 
     def lane_in(self, overlap: bool) -> Lane:
         """Its lane, with or without overlapping recomputation."""
@@ -153,6 +156,7 @@ _ROWS: Mapping[Kind, KindRow] = {
         frees=_EVERYTHING,
         cost="weight_gradient",
     ),
+    Kind.CALL: KindRow(Lane.COMPUTE, calls=True),
     Kind.SEND_F: KindRow(
         Lane.SEND, direction=Direction.FORWARD, peer_kind=Kind.RECV_F, reads=(Kind.F,), cost="hop_forward"
     ),

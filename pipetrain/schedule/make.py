@@ -12,7 +12,7 @@ from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import read_csv
 from pipetrain.schedule.families import ALWAYS_SPLIT, AUTO, ComputeLanes, Generator, Shape, generator_of
 from pipetrain.schedule.halves import closed_up, is_split, orders_of_w
-from pipetrain.schedule.kinds import RECOMPUTE, Direction
+from pipetrain.schedule.kinds import GIVES_GRADIENTS, RECOMPUTE
 from pipetrain.schedule.messages import add_messages
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.placement import Placement, stage_ranks_of
@@ -25,6 +25,8 @@ from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.search.list_order import ListedOrder, OrderProblem, list_order
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.waits import add_waits
+
+_OF_BACKWARD = GIVES_GRADIENTS | {RECOMPUTE}
 
 OrdersOfW = Callable[[Schedule, Costs], tuple[Schedule, ...]]
 
@@ -143,13 +145,23 @@ def _check_stash(draft: Schedule) -> None:
 def _ordered(spec: ScheduleSpec) -> ComputeLanes:
     shape = spec.shape
     if callable(spec.family):
-        return _checked(spec.family(shape), spec.name, shape)
+        try:
+            lanes = spec.family(shape)
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ValueError(f"generator {spec.name}: {type(error).__name__}: {error}") from error
+        return _checked(lanes, spec.name, shape)
     family = str(spec.family)
     return read_csv(family, shape) if family.endswith(".csv") else generator_of(family)(shape)
 
 
 def _checked(lanes: ComputeLanes, name: str, shape: Shape) -> ComputeLanes:
     """The lanes of a generator or an order. Refuses ops whose stage or microbatch does not exist, because passes rely on them."""
+    if not isinstance(lanes, list | tuple) or not all(isinstance(lane, list | tuple) for lane in lanes):
+        raise ValueError(
+            f"generator {name}: gave a {type(lanes).__name__}; allowed is a list with a list of ops for each rank"
+        )
     if len(lanes) != shape.num_ranks:
         raise ValueError(
             f"generator {name}: gave {len(lanes)} lanes; allowed is one per rank, which makes {shape.num_ranks}"
@@ -181,7 +193,7 @@ def draft_of(spec: ScheduleSpec, compute: ComputeLanes) -> Schedule:
 
 
 def _needed(ops: Sequence[Op], first_backward: int) -> tuple[Op, ...]:
-    return tuple(op for op in ops if op.kind.row.direction is Direction.FORWARD or op.stage >= first_backward)
+    return tuple(op for op in ops if op.stage >= first_backward or op.kind not in _OF_BACKWARD)
 
 
 def lower(draft: Schedule, chosen: Sets, costs: Costs, orders: OrdersOfW | None = None) -> Schedule:

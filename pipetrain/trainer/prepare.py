@@ -18,6 +18,7 @@ from typing import Any
 from pipetrain.comm.coordinates import Grid
 from pipetrain.config.phases import naming_phase, phases_of
 from pipetrain.config.records import NATIVE, WEIGHTS_IN, RunConfig
+from pipetrain.config.target import SCHEDULES, is_extension, load_extension
 from pipetrain.config.together import check_run, check_samples, check_schedule
 from pipetrain.engine.available import check_engine
 from pipetrain.models.size import ModelSize, size_of
@@ -34,10 +35,10 @@ from pipetrain.plan.profile import (
     seconds_of_layers,
 )
 from pipetrain.plan.world import world_of
-from pipetrain.schedule.check import check, refuse_unknown_kinds
+from pipetrain.schedule.check import check, check_calls, refuse_unknown_kinds
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import order_of_csv
-from pipetrain.schedule.families import AUTO
+from pipetrain.schedule.families import AUTO, FAMILIES, Generator
 from pipetrain.schedule.make import make
 from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.reduce import with_reduces
@@ -106,6 +107,7 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
         found = _sought(spec, _costs(config, plan.num_stages, size.flops_per_layer)(plan.balance), config)
     schedule = _schedule(spec, order) if found is None else found.schedule
     refuse_unknown_kinds(schedule)
+    check_calls(schedule, pipeline.on_call)
     return Run(plan, schedule, size, found, note)
 
 
@@ -369,7 +371,7 @@ def _refuse_profile_without_layers(config: RunConfig) -> None:
 
 def _spec(config: RunConfig, stage_ranks: tuple[int, ...], policy: RecomputePolicy) -> ScheduleSpec:
     return ScheduleSpec(
-        family=config.pipeline.schedule,
+        family=_family(config.pipeline.schedule),
         stage_ranks=stage_ranks,
         num_microbatches=config.pipeline.num_microbatches,
         policy=policy,
@@ -377,6 +379,12 @@ def _spec(config: RunConfig, stage_ranks: tuple[int, ...], policy: RecomputePoli
         warmup=config.pipeline.warmup,
         transport_ahead=config.transport.prefetch,
     )
+
+
+def _family(given: str) -> str | Generator:
+    """`pipeline.schedule`, or the function that it names."""
+    is_ours = given in (*FAMILIES, AUTO) or given.endswith(".csv") or not is_extension(given, SCHEDULES)
+    return given if is_ours else load_extension("pipeline.schedule", given, SCHEDULES)
 
 
 def _policy(config: RunConfig) -> RecomputePolicy:

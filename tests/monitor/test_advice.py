@@ -26,7 +26,7 @@ def folder_of(path: pathlib.Path, costs: Costs, balance: tuple[int, ...], *keys:
     stages = len(balance)
     folder = RunFolder(path)
     overrides = [f"pipeline.num_stages={stages}", "pipeline.num_microbatches=4", "data.global_batch_size=4"]
-    config = load([*overrides, f"model.num_hidden_layers={sum(balance) - 2}", *keys])
+    config = load_config([*overrides, f"model.num_hidden_layers={sum(balance) - 2}", *keys])
     folder.config.write_text(as_yaml(config))
     folder.plan.write_text(json.dumps(asdict(Plan(balance, tuple(range(stages)), 4))))
     folder.profile.write_text(Profile(costs, 4).as_json())

@@ -52,7 +52,7 @@ def test_what_does_not_run_yet_is_refused_before_a_process_starts(monkeypatch: p
         file.write("0F0,0I0,0W0\n")
         file.flush()
         options = ["experiment=smoke", f"pipeline.schedule={file.name}", "pipeline.num_microbatches=1"]
-        with pytest.raises(ValueError, match="0W0: the runtime does not run W yet, only F, R, B, I, SEND_F"):
+        with pytest.raises(ValueError, match="0W0: the runtime does not run W yet, only F, R, B, I, CALL, SEND_F"):
             prepare(load_config([*options, "pipeline.num_stages=1", "recompute=never"]))
 
 

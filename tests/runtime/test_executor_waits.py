@@ -58,7 +58,7 @@ def test_waits_of_every_kind(waits: dict[str, str], mode: str) -> None:
 def test_kinds_that_do_not_run_are_refused_by_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vars(Kind.R), "row", dataclasses.replace(Kind.R.row, runs=False))
     schedule = make_schedule(num_stages=1, num_microbatches=2, recompute=RecomputePolicy("inline", last_stage="always"))
-    with pytest.raises(ValueError, match="0R0: the runtime does not run R yet, only F, B, I, W, SEND_F"):
+    with pytest.raises(ValueError, match="0R0: the runtime does not run R yet, only F, B, I, W, CALL, SEND_F"):
         Pipeline([nn.Linear(2, 2)], mean_square, num_microbatches=2, schedule=schedule)
     with pytest.raises(ValueError, match="0R0: the runtime does not run R yet"):
         refuse_unknown_kinds(schedule)

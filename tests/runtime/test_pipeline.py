@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
+from pipetrain.schedule.families import ComputeLanes, Shape, gpipe
 from pipetrain.schedule.op import Kind, Op
 
 # In one piece and in microbatches: the mean over at most 40 rows of 8; and outputs, of order 1, of sums of these lengths.
@@ -167,6 +169,40 @@ def reports() -> None:
             assert len(everyone.peak_activation_bytes) == len(everyone.breakdown) == pipeline.plan.num_ranks
             assert sum(event.op.kind is Kind.B for event in everyone.timeline.events) == 4 * pipeline.plan.num_stages
             assert everyone.step_seconds > 0
+
+
+def call_behind_each_forward(shape: Shape) -> ComputeLanes:
+    return [
+        [one for op in lane for one in ((op, Op(op.stage, Kind.CALL, op.microbatch)) if op.kind is Kind.F else (op,))]
+        for lane in gpipe(shape)
+    ]
+
+
+def calls() -> None:
+    """A function between ops gets the layers of its stage, no graph, and costs no bit; without it the schedule is refused."""
+    model, reference = twins()
+    seen: list[tuple[str, int, bool]] = []
+
+    def on_call(op: Op, layers: Sequence[nn.Module]) -> None:
+        seen.append((str(op), len(layers), torch.is_grad_enabled()))
+
+    with pytest.raises(ValueError, match=r"CALL0: pipeline.schedule=call_behind_each_forward calls a function"):
+        Pipeline(model, mean_square, num_microbatches=4, schedule=call_behind_each_forward)
+    with Pipeline(
+        model, mean_square, num_microbatches=4, schedule=call_behind_each_forward, on_call=on_call
+    ) as pipeline:
+        inputs, targets = rows(8)[0]
+        loss = pipeline.step(inputs, targets)
+        assert torch.equal(loss, reference_step(reference, mean_square, inputs, targets, num_microbatches=4))
+        assert_same_gradients(pipeline, reference)
+        stages = {stage: pipeline.plan.balance[stage] for stage in pipeline.plan.stages_of(pipeline.rank)}
+        assert sorted(seen) == [(f"{stage}CALL{i}", count, False) for stage, count in stages.items() for i in range(4)]
+        assert sum(event.op.kind is Kind.CALL for event in pipeline.report.events) == len(seen)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_function_between_ops(num_ranks: int) -> None:
+    run_ranks(num_ranks, calls)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

@@ -30,6 +30,7 @@ LOOKS = {
     "input gradient": Looks("backward, input", "#7ccfb0", "#0b3b2f", "<", "38;5;16;48;5;115"),
     "weight gradient": Looks("backward, weights", "#7b3f7d", "#ffffff", "+", "38;5;231;48;5;90"),
     "reduce": Looks("gradients added up", "#6b7280", "#ffffff", "%", "38;5;231;48;5;242"),
+    "call": Looks("call", "#c9d1d9", "#24292f", "c", "38;5;16;48;5;252"),
     "recompute": Looks("recompute", "#f0a830", "#3d2600", "~", "38;5;16;48;5;214"),
 }
 
