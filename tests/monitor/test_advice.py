@@ -12,7 +12,7 @@ from test_report import REPORT
 
 from pipetrain.cli.advice import advice_on
 from pipetrain.cli.main import main
-from pipetrain.config.load import as_yaml, load
+from pipetrain.config.load import as_yaml, load_config
 from pipetrain.monitor.folder import RunFolder
 from pipetrain.monitor.report import write_report
 from pipetrain.plan.plan import Plan
