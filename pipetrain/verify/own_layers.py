@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipetrain.config.target import load_target
 from pipetrain.models.spec import ModelSpec, spec_of
 from pipetrain.monitor.draw.table import Table
 from pipetrain.runtime.cut import cut, num_rows
@@ -42,7 +42,6 @@ MOST_STAGES = 4
 PATIENCE_SECONDS = 120.0  # for one way; on a machine with nothing else to do it takes less than one
 START_SECONDS = 600.0  # for a process to load torch, likewise
 _Made = tuple[Sequence[nn.Module], LossFn, Any, Any]  # with inputs and targets: what a user's functions gave
-_EXAMPLE = "as in pipetrain verify my_model:make_layers --batch my_model:make_batch"
 
 
 @dataclass(frozen=True)
@@ -232,19 +231,7 @@ def _function(place: str) -> Callable[[], Any]:
     Raises:
         ValueError: no such module or function.
     """
-    module_name, colon, name = place.partition(":")
-    if not (module_name and colon and name):
-        raise ValueError(f"{place!r} is no MODULE:FUNCTION, {_EXAMPLE}")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # modules of the folder in which the command is typed
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise ValueError(f"{place}: {module_name} cannot be imported: {_line(error)}") from error
-    found = getattr(module, name, None)
-    if found is None:
-        there = ", ".join(sorted(key for key, value in vars(module).items() if callable(value) and key[0] != "_"))
-        raise ValueError(f"{place}: {module_name} has no {name!r}; there are {there or 'no functions'}")
+    found = load_target(place)
     if not callable(found):
         raise ValueError(f"{place}: is a {type(found).__name__}, and no function")
     function: Callable[[], Any] = found

@@ -1,6 +1,7 @@
 """All mutants, in the order in which CI takes turns."""
 
 from mutants import (
+    extensions,
     gradients,
     messages,
     models_and_data,
@@ -24,5 +25,6 @@ _TABLES = (
     models_and_data,
     runs,
     planning,
+    extensions,
 )
 MUTANTS = tuple(mutant for table in _TABLES for mutant in table.MUTANTS)

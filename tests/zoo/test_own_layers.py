@@ -132,8 +132,8 @@ def test_a_layer_that_cannot_be_recomputed_is_named_among_those_that_can(capfd: 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["own_model"], "'own_model' is no MODULE:FUNCTION, as in pipetrain verify my_model:make_layers"),
-        (["no_such_model:f"], "no_such_model cannot be imported: ModuleNotFoundError"),
+        (["own_model"], "own_model: names no function; write MODULE:FUNCTION, as in my_package.models:make_layers"),
+        (["no_such_model:f"], "no_such_model:f: there is no module 'no_such_model' in "),
         (["broken_model:f"], "broken_model cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
         (["own_model:no_such"], "own_model has no 'no_such'; there are Counts, Penalised, counts, fails, good"),
         (["own_model:number"], "own_model:number: is a int, and no function"),
