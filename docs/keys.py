@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import re
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,8 @@ def _changes(path: str) -> str:
 
 
 def _kind(kind: Any) -> str:
+    if typing.get_origin(kind) is Mapping:
+        return "a group of keys"
     names = {bool: "true, false", int: "an integer", float: "a number", str: "text"}
     one = typing.get_origin(kind) in (tuple, None)
     options = [option for option in ((kind,) if one else typing.get_args(kind)) if option is not type(None)]
@@ -103,6 +106,8 @@ def _kind(kind: Any) -> str:
 def _shown(value: Any) -> str:
     if value is None:
         return "null"
+    if value is dataclasses.MISSING:
+        return "{}"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):

@@ -139,7 +139,7 @@ def _spec(config: RunConfig, data: Sequence[Data]) -> ModelSpec:
         ValueError: it is none, or cannot take such samples; on every rank, before there is a run folder.
     """
     model = replace(config.model, dtype=config.model.dtype or WEIGHTS_IN[config.precision])
-    spec = make_spec(model, data[0].vocabulary_size)
+    spec = make_spec(model, data[0].vocabulary_size, config.seed)
     for phase, own in zip(phases_of(config), data):
         if spec.take_batch is not None:
             with naming_phase(phase, config):

@@ -33,7 +33,7 @@ def _add_arguments(parser: Parser) -> None:
 def _profile(arguments: Arguments) -> int:
     if arguments.rounds < 1:
         raise ValueError(f"--rounds={arguments.rounds}: allowed is 1 or more")
-    config = load(arguments.overrides)
+    config = load(arguments.overrides, say)
     profile = _measured(config, arguments.rounds)
     Path(arguments.out).write_text(profile.as_json())
     advice = advice_of(profile, config.pipeline.num_microbatches)
@@ -72,7 +72,7 @@ def _measured(config: RunConfig, rounds: int) -> Profile:
     bring_model(config.model, timeout_seconds=config.timeout_seconds)
     data = make_data(config.data, config.seed, own_tokenizer=config.model.path, timeout_seconds=wait)
     model = replace(config.model, dtype=config.model.dtype or WEIGHTS_IN[config.precision])
-    spec = with_weights_in(make_spec(model, data.vocabulary_size), precision.weights)
+    spec = with_weights_in(make_spec(model, data.vocabulary_size, config.seed), precision.weights)
     batch = data.train.batch(0)
     inputs, targets = batch if spec.take_batch is None else spec.take_batch(*batch)
     m = replicas * config.pipeline.num_microbatches

@@ -44,7 +44,7 @@ def _train(arguments: Arguments) -> int:
         from pipetrain.train import main as train_as_rank
 
         return train_as_rank(arguments.overrides)
-    config = load(arguments.overrides)
+    config = load(arguments.overrides, say)
     becomes_a_job = config.cluster.name == "slurm" and config.cluster.rendezvous is None
     if arguments.dry_run and not becomes_a_job:
         raise ValueError("--dry-run: prints the job script of cluster=slurm; add cluster=slurm")

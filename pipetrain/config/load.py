@@ -1,4 +1,4 @@
-"""Makes a `RunConfig` from `conf/` and overrides, and YAML from a `RunConfig`. The only file of this room that imports omegaconf and Hydra.
+"""Makes a `RunConfig` from `conf/` and overrides, and YAML from a `RunConfig`. The only file of this room that imports omegaconf.
 
 The defaults are those of the records. Hydra gets them as a configuration named `records`, the first entry of the defaults list of
 `conf/config.yaml`. A file in `conf/` has only the keys whose values differ.
@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from pipetrain.config.own_code import with_own_code
 from pipetrain.config.problem import ConfigError, nearest
 from pipetrain.config.records import RunConfig
 from pipetrain.config.renamed import current_overrides, current_values
-from pipetrain.config.schema import build, check_key
+from pipetrain.config.schema import build, check_key, is_free
 from pipetrain.config.secrets import check_override, check_values
 
 
@@ -45,8 +46,10 @@ def choices() -> dict[str, list[str]]:
     }
 
 
-def load(overrides: Sequence[str] = ()) -> RunConfig:
+def load(overrides: Sequence[str] = (), tell: Callable[[str], object] = str) -> RunConfig:
     """The configuration of `conf/config.yaml` with `overrides` (`data=text`, `optim.learning_rate=1e-3`) applied.
+
+    `tell` gets a line about keys of the experiment that do not apply to the user's own code.
 
     Keys, choices and types are checked here; `together.py` checks whether the values fit together.
 
@@ -66,11 +69,13 @@ def load(overrides: Sequence[str] = ()) -> RunConfig:
     try:
         composed = copy.deepcopy(_composed(*(str(choice.input_line) for choice in chosen)))
         for value in given:
-            OmegaConf.update(composed, value.key_or_group, value.value(), merge=True)
+            key = value.key_or_group
+            OmegaConf.update(composed, key, value.value(), merge=True, force_add=is_free(key) or is_free(f"{key}."))
         values = OmegaConf.to_container(composed, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{' '.join(overrides)}: {_first_line(error)}") from error
-    return _from_values(values)
+    typed = [value.key_or_group for value in given]
+    return with_own_code(_from_values(values), typed, tell)
 
 
 def read(path: Path) -> RunConfig:

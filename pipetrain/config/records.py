@@ -27,6 +27,7 @@ from pipetrain.config.limits import (
 
 NATIVE, DEEPSPEED = "native", "deepspeed"
 HUGGING_FACE = "hf"  # the model.name of a model of transformers
+PYTHON = "python"  # the model.name and data.name of the user's own code
 EDGES = ("auto", "nccl", "pinned")
 COMMUNICATORS = ("edge", "pair")
 ORDERS = ("replica-stage", "stage-replica")
@@ -68,6 +69,9 @@ _Targets = Annotated[
 ]
 
 
+_Arguments = Mapping[str, Any]
+
+
 @dataclass(frozen=True)
 class LoraConfig:
     """Low-rank adapters of linear layers (model=hf). Only the adapters are trained."""
@@ -86,7 +90,7 @@ class LoraConfig:
 class ModelConfig:
     """A decoder-only transformer, built layer by layer."""
 
-    # Block style: `llama` (RMSNorm, rotary, grouped queries, SwiGLU) or `gpt2` (LayerNorm, learned positions, GELU).
+    # Block style: `llama` (RMSNorm, rotary, grouped queries, SwiGLU) or `gpt2` (LayerNorm, learned positions, GELU); or `hf`, `python`.
     name: str = "llama"
     # Transformer blocks; embedding and head are two more layers.
     num_hidden_layers: Annotated[int, at_least(1, most=10_000)] = 4
@@ -111,6 +115,19 @@ class ModelConfig:
     attention: str | None = None
     lora: LoraConfig = field(default_factory=LoraConfig)
     compile: MayChange[bool] = False  # whether torch.compile compiles the layers, each kind once; needs a C++ compiler
+    # For model=python: the function or class that gives your layers, as in my_package.models:make_layers.
+    target: str | None = None
+    # Arguments of model.target; `_target_` makes an object, as in Hydra.
+    args: _Arguments = field(default_factory=dict, hash=False)
+    # For model=python: a function from (output, targets) of a microbatch to the mean loss; None: that of the model, or cross_entropy.
+    loss: str | None = None
+    loss_args: _Arguments = field(default_factory=dict, hash=False)  # more arguments of model.loss
+    # For model=python: a function from the targets of a microbatch to how much of them counts; None: rows, for cross_entropy the targets
+    # that are not -100.
+    count: str | None = None
+    count_args: _Arguments = field(default_factory=dict, hash=False)  # more arguments of model.count
+    # SHA-256 of the file of model.target; None: that of now. The value of a resumed run accepts a file that has changed.
+    file_sha256: str | None = None
 
 
 _HeldOut = Annotated[

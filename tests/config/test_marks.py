@@ -90,7 +90,8 @@ def test_what_a_run_that_goes_on_must_keep() -> None:
     )
     model = (
         "name num_hidden_layers hidden_size num_attention_heads num_key_value_heads intermediate_size "
-        "vocab_size max_position_embeddings rope_theta dropout norm_epsilon dtype attention lora.rank lora.targets lora.layers lora.alpha"
+        "vocab_size max_position_embeddings rope_theta dropout norm_epsilon dtype attention lora.rank lora.targets lora.layers lora.alpha "
+        "target args loss loss_args count count_args file_sha256"
     )
     expected = {
         "seed",

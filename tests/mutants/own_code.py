@@ -1,0 +1,41 @@
+"""The user's own model, data and folder."""
+
+from mutants.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "a resumed run does not notice another file of its own model",
+        "pipetrain/config/own_code.py",
+        "file_sha256=record.file_sha256 or code_digest(",
+        "file_sha256=record.file_sha256 or str(",
+        ("tests/config/test_own_code.py", "-k", "knows_the_file"),
+    ),
+    Mutant(
+        "any key may hold a target",
+        "pipetrain/config/secrets.py",
+        "and not _ARGUMENTS.match(within or path)",
+        "and False",
+        ("tests/config/test_own_code.py", "-k", "mistake"),
+    ),
+    Mutant(
+        "all ranks draw the weights of their own model from one seed",
+        "pipetrain/models/spec.py",
+        "        seed_generators(seed, cpu)",
+        "        seed_generators(0, cpu)",
+        ("tests/models/test_own_model.py", "-k", "follow_the_seed"),
+    ),
+    Mutant(
+        "layers are counted with memory for their weights",
+        "pipetrain/models/own.py",
+        '        with torch.device("meta"):',
+        '        with torch.device("cpu"):',
+        ("tests/models/test_own_model.py", "-k", "what_is_counted and huge"),
+    ),
+    Mutant(
+        "what was counted of an older file holds for ever",
+        "pipetrain/models/own_size.py",
+        '"file_sha256": config.file_sha256, "format"',
+        '"file_sha256": "", "format"',
+        ("tests/models/test_own_model.py", "-k", "changed_file"),
+    ),
+)
