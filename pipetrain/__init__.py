@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pipetrain.data.own import batches
     from pipetrain.models.spec import ModelSpec
     from pipetrain.plan.plan import Plan, make_plan
     from pipetrain.runtime.cut import Whole
@@ -40,6 +41,7 @@ _HOME = {
     "bound": "pipetrain.schedule.bound",
     "reference_step": "pipetrain.runtime.reference",
     "add_loss": "pipetrain.stage.added_losses",
+    "batches": "pipetrain.data.own",
 }
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "Schedule",
     "Whole",
     "add_loss",
+    "batches",
     "bound",
     "check",
     "make_plan",

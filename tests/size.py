@@ -19,11 +19,11 @@ MOST_LINES = 500
 # Lines that a room of the package may have, all counted. What makes one longer says why in its commit; what makes it shorter takes
 # the figure down.
 ROOMS = {
-    "__init__.py": 70,
+    "__init__.py": 73,
     "cli": 1370,
     "comm": 3830,
-    "config": 1615,
-    "data": 2140,
+    "config": 1652,
+    "data": 2430,
     "engine": 1140,
     "launcher": 820,
     "models": 3750,

@@ -23,9 +23,21 @@ from pipetrain.config.target import current_folder_first, load_target
 # The keys that apply to the user's own code; all others of the group are of other models and data.
 _APPLY = {
     "model": ("name", "target", "args", "loss", "loss_args", "count", "count_args", "file_sha256", "compile"),
+    "data": (
+        "name",
+        "target",
+        "args",
+        "heldout_target",
+        "heldout_args",
+        "collate",
+        "num_workers",
+        "file_sha256",
+        "global_batch_size",
+    ),
 }
 _MISSING = {
     "model": "the function that gives your layers; type model.target=my_package.models:make_layers",
+    "data": "the function that gives your dataset; type data.target=my_package.data:make_dataset",
 }
 
 
@@ -38,7 +50,8 @@ def with_own_code(config: RunConfig, typed: Iterable[str], tell: Callable[[str],
         ConfigError: a typed key does not apply, or there is no target.
     """
     typed = list(typed)
-    return replace(config, model=_own("model", config.model, config.experiment, typed, tell))
+    groups = {name: _own(name, getattr(config, name), config.experiment, typed, tell) for name in _APPLY}
+    return replace(config, **groups)
 
 
 def _own(group: str, record: Any, experiment: str, typed: Sequence[str], tell: Callable[[str], object]) -> Any:
@@ -90,6 +103,11 @@ def _file_of(module_name: str) -> str:
     if spec is None or spec.origin is None:
         raise ValueError("there is no such module")
     return spec.origin
+
+
+def check_target(key: str, spelling: str, args: Mapping[str, Any]) -> None:
+    """Whether there is such a function that takes such arguments; it is not called. Raises ConfigError: there is none."""
+    _check_arguments(key, spelling, _loaded(key, spelling), args)
 
 
 def call_target(key: str, spelling: str, args: Mapping[str, Any]) -> Any:

@@ -149,7 +149,7 @@ _AssistantOnly = Annotated[
 class DataConfig:
     """The data of training, and how it becomes samples."""
 
-    # `stdlib` (the running Python's own library), `text`, `jsonl`, `hf` (a data set of Hugging Face) or `memmap` (token ids).
+    # `stdlib` (the running Python's own library), `text`, `jsonl`, `hf` (a data set of Hugging Face) `memmap` (token ids) or `python`.
     name: str = "stdlib"
     path: MayChange[str | None] = None  # file, folder or glob to read; for hf a folder, or a name on the hub
     # Glob of the files in the folder that are read; files ending in .gz are unpacked.
@@ -176,6 +176,18 @@ class DataConfig:
     eval_split: str | None = None  # hf: the held-out split; null: eval_fraction of data.split
     eval_fraction: _HeldOut = 0.1  # share of the files (by bytes) or documents that training never sees
     eval_bytes: MayChange[Count] = 204_800  # most tokens of the held-out part that an evaluation reads
+    # For data=python: the function or class that gives your dataset of (inputs, targets), as in my_package.data:make_dataset.
+    target: str | None = None
+    args: _Arguments = field(default_factory=dict, hash=False)  # arguments of data.target; `_target_` makes an object
+    # For data=python: a function that gives the held-out dataset; None: nothing is held out.
+    heldout_target: MayChange[str | None] = None
+    heldout_args: MayChange[_Arguments] = field(default_factory=dict, hash=False)  # arguments of data.heldout_target
+    # For data=python: a function from a list of samples to a batch; None: default_collate of torch.
+    collate: str | None = None
+    # For data=python: processes that read ahead, on each rank that reads; 0: the rank itself reads.
+    num_workers: MayChange[Annotated[int, at_least(0, most=1024)]] = 0
+    # SHA-256 of the file of data.target; None: that of now. The value of a resumed run accepts a file that has changed.
+    file_sha256: str | None = None
 
     @property
     def counted(self) -> str:

@@ -38,4 +38,18 @@ MUTANTS = (
         '"file_sha256": "", "format"',
         ("tests/models/test_own_model.py", "-k", "changed_file"),
     ),
+    Mutant(
+        "every rank reads the user's data",
+        "pipetrain/data/own.py",
+        "        if not self.is_read:",
+        "        if False:",
+        ("tests/data/test_own_data.py", "-k", "does_not_need_them"),
+    ),
+    Mutant(
+        "workers go on where they are after the run went back",
+        "pipetrain/data/own.py",
+        "self._loaded is None or self._next != (first, share)",
+        "self._loaded is None",
+        ("tests/data/test_own_data.py", "-k", "go_back"),
+    ),
 )

@@ -34,8 +34,8 @@ def train(folder: pathlib.Path, *typed: str) -> "subprocess.CompletedProcess[str
     return complete(folder, [*PIPETRAIN, *RUN, *typed])
 
 
-def losses_of(folder: pathlib.Path) -> list[float]:
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+def losses_of(folder: pathlib.Path, run: str = "run") -> list[float]:
+    lines = (folder / run / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
 
 
@@ -71,3 +71,78 @@ def test_it_has_the_losses_of_a_plain_loop_and_resumes_with_the_same_code(folder
     assert done.returncode == 2
     assert "model.file_sha256=" in done.stderr.splitlines()[-1]
     assert "set model.file_sha256=" in done.stderr.splitlines()[-1]
+
+
+PAIRS = """
+import os
+import pathlib
+import torch
+from torch import nn
+
+def make_layers(width=8):
+    return [
+        lambda: nn.Linear(width, 16),
+        lambda: nn.Sequential(nn.Tanh(), nn.Linear(16, 16)),
+        lambda: nn.Sequential(nn.Tanh(), nn.Linear(16, 4)),
+    ]
+
+class Pairs(torch.utils.data.Dataset):
+    def __init__(self, size=40):
+        pathlib.Path(f"read-by-{os.environ.get('RANK')}").touch()
+        self.x = torch.randn(size, 8, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], int(self.x[index, :4].argmax())
+"""
+OWN_PAIRS = ["model=python", "model.target=pairs:make_layers", "data=python", "data.target=pairs:Pairs", "steps=6"]
+
+
+@pytest.mark.slow
+def test_your_data_gives_the_same_losses_on_any_stages_and_after_a_resume(folder: pathlib.Path) -> None:
+    (folder / "pairs.py").write_text(PAIRS)
+    expected: list[float] = []
+    for stages, more in ((1, ["data.heldout_target=pairs:Pairs"]), (2, ["data.num_workers=1"]), (3, [])):
+        for steps in ("steps=4", "steps=6"):  # the second goes on from the first
+            run = [
+                f"run_dir=run{stages}",
+                f"pipeline.num_stages={stages}",
+                "snapshot.every_steps=4",
+                "resume=auto",
+                *more,
+            ]
+            done = train(folder, *OWN_PAIRS, *run, steps)
+            assert done.returncode == 0, done.stderr
+        losses = losses_of(folder, f"run{stages}")
+        expected = expected or losses
+        assert losses == expected
+    assert len(expected) == 6
+    report = json.loads((folder / "run1" / "report.json").read_text())
+    assert report["heldout_loss"] > 0
+
+
+def test_a_rank_between_the_first_and_the_last_reads_nothing(folder: pathlib.Path) -> None:
+    (folder / "pairs.py").write_text(PAIRS)
+    done = train(folder, *OWN_PAIRS, "pipeline.num_stages=3", "steps=1")
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in folder.glob("read-by-*")) == ["read-by-0", "read-by-2"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (["data.args.size=0"], "data.target=pairs:Pairs: the dataset has no samples"),
+        (
+            ["model.loss=torch.nn.functional.cross_entropy", "model.loss_args.reduction=none"],
+            "it must return a 0-dim tensor",
+        ),
+    ],
+)
+def test_what_only_a_rank_can_find_out_is_one_line_and_exit_code_2(
+    folder: pathlib.Path, typed: list[str], says: str
+) -> None:
+    (folder / "pairs.py").write_text(PAIRS)
+    done = train(folder, *OWN_PAIRS, "pipeline.num_stages=2", *typed)
+    assert (done.returncode, says in done.stderr.splitlines()[-1]) == (2, True), done.stderr
