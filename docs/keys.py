@@ -5,15 +5,14 @@ The sentence of a key is the comment beside its field, or the comment lines abov
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
 import re
 import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipetrain.cli.help_keys import sentences
 from pipetrain.config import records
 from pipetrain.config.schema import guarded_keys, keys, limits, phase_keys
 
@@ -26,21 +25,6 @@ Every key of a configuration. This page is generated: `python docs/keys.py` writ
 `KEY=VALUE` on the command line sets a key; `null` means None. *May change*: a resumed run (*resume*), or also a [phase](USAGE.md#phases)
 (*phase*), may have another value; all other keys keep theirs. A group or an experiment of `conf/` may set other defaults.
 """
-
-
-def sentences(record: type) -> dict[str, str]:
-    """The comment of each field of a record."""
-    source = inspect.getsource(record)
-    lines = source.splitlines()
-    found: dict[str, str] = {}
-    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            first = node.lineno - 1
-            while lines[first - 1].strip().startswith("#"):
-                first -= 1
-            comments = [line.partition("# ")[2] for line in lines[first : node.end_lineno] if "# " in line]
-            found[node.target.id] = " ".join(comments).strip()
-    return found
 
 
 def page() -> str:

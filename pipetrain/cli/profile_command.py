@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from pipetrain.cli.main import Arguments, Command, Parser, add_json, add_overrides, present, say
+from pipetrain.cli.main import Arguments, Command, Parser, add_json, add_overrides, add_own, present, say
 from pipetrain.config.load import load
 from pipetrain.config.records import WEIGHTS_IN, RunConfig
 from pipetrain.config.together import check_run
@@ -21,6 +21,7 @@ _MOST_ADVICE = 5
 
 def _add_arguments(parser: Parser) -> None:
     add_overrides(parser)
+    add_own(parser)
     add_json(parser)
     parser.add_argument(
         "--out", metavar="FILE", default="profile.json", help="the file to write (default: %(default)s)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from pipetrain.cli.main import STDOUT, Arguments, Command, Parser, add_json, add_overrides, present, say
+from pipetrain.cli.main import STDOUT, Arguments, Command, Parser, add_json, add_overrides, add_own, present, say
 from pipetrain.cli.report_command import reported
 from pipetrain.comm.address import is_rank
 from pipetrain.config.load import load
@@ -26,6 +26,7 @@ from pipetrain.trainer.prepare import Run, prepare_phases
 
 def _add_arguments(parser: Parser) -> None:
     add_overrides(parser)
+    add_own(parser)
     add_json(parser)
     parser.add_argument(
         "--multirun", "-m", action="store_true", help="start a run for each combination of values, as in seed=1,2,3"

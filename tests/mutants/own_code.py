@@ -52,4 +52,18 @@ MUTANTS = (
         "self._loaded is None",
         ("tests/data/test_own_data.py", "-k", "go_back"),
     ),
+    Mutant(
+        "a run without --config-dir finds the files of the one before",
+        "pipetrain/config/load.py",
+        "    UserFolder.folder = source.folder\n    return",
+        "    UserFolder.folder = source.folder or UserFolder.folder\n    return",
+        ("tests/config/test_user_folder.py", "-k", "without_the_option"),
+    ),
+    Mutant(
+        "text is generated with the code that a run folder names",
+        "pipetrain/cli/generate_command.py",
+        "    if config.model.name == PYTHON:",
+        "    if False:",
+        ("tests/train/test_new_project.py", "-k", "without_its_code"),
+    ),
 )
