@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args([f"--json={STDOUT}" if word == "--json" else word for word in words[1:]])
     try:
         if hasattr(arguments, "overrides"):
-            arguments.overrides = _all_overrides(arguments)
+            arguments.overrides = all_overrides(arguments)
             if (told := _told_instead(arguments)) is not None:
                 print(told, end="")
                 return Exit.DONE
@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return Exit.DONE
 
 
-def _all_overrides(arguments: Arguments) -> list[str]:
+def all_overrides(arguments: Arguments) -> list[str]:
     """What was typed, as overrides alone, with the user's own files in front.
 
     Raises:

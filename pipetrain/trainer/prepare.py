@@ -95,6 +95,14 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
         edges=config.transport.backend,
     )
     plan, note = _balanced(config, plan, size)
+    if (
+        config.model.name == PYTHON
+        and pipeline.balance == "auto"
+        and config.plan.profile is None
+        and plan.num_stages > 1
+    ):
+        of = "numbers of layers" if size.flops_per_layer is None else "parameters"
+        note += f"{note and '; '}layers of model=python are balanced by {of}, until plan.profile names a file of `pipetrain profile`"
     tied, found = plan.tied_stages(size.tied), None
     # As it was asked for: of replicas that are `auto` one may be left, with nothing to share.
     check_engine(given, world.num_replicas, tied)

@@ -1,6 +1,9 @@
 """A project of your own: `pipetrain new` writes one that trains, verifies, sweeps and exports; its code runs only where it is typed."""
 
+import json
 import pathlib
+import re
+import shlex
 import sys
 
 import pytest
@@ -64,3 +67,16 @@ def test_a_model_and_data_may_be_typed_in_short(tmp_path: pathlib.Path) -> None:
     text = (tmp_path / "first" / "run" / "config.yaml").read_text()
     assert "target: model:make_layers" in text
     assert "target: data.make_dataset" in text
+
+
+def test_the_file_and_the_command_of_the_readme_train(tmp_path: pathlib.Path) -> None:
+    readme = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
+    section = readme.partition("## Your own model\n")[2].partition("\n## ")[0]
+    ((script, command),) = re.findall(r"```python\n(.+?)```\n\n    pipetrain (.+?)\n", section, re.DOTALL)
+    (tmp_path / "mine.py").write_text(script)
+    done = complete(tmp_path, [*COMMAND, *shlex.split(command), "observe.progress=false", "run_dir=run"])
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("are balanced by numbers of layers") == 1
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 100
+    assert losses[-1] < 0.7 * losses[0]
