@@ -23,7 +23,7 @@ ROOMS = {
     "cli": 1654,
     "comm": 3830,
     "config": 1731,
-    "data": 2430,
+    "data": 2450,
     "engine": 1140,
     "launcher": 820,
     "models": 3750,

@@ -11,8 +11,12 @@ import functools
 import hashlib
 import itertools
 import json
+import os
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -149,6 +153,7 @@ class OwnBatches(Batches):
             num_workers=self._num_workers,
             collate_fn=self._reader.collated,
             timeout=self._timeout_seconds,
+            worker_init_fn=functools.partial(_end_with, os.getpid()),
             multiprocessing_context="forkserver",  # a rank holds threads of gloo, which a fork would not copy
         )
 
@@ -157,6 +162,18 @@ class OwnBatches(Batches):
         if self._loaded is not None:
             self._loaded._shutdown_workers()
         self._loaded = None
+
+
+def _end_with(rank: int, _worker: int) -> None:
+    """In a worker: it ends when the process of the rank is gone, of which nobody else tells it where that was killed."""
+
+    def watch() -> None:
+        while Path(f"/proc/{rank}").exists():
+            time.sleep(1.0)
+        os._exit(1)
+
+    if Path("/proc/self").exists():
+        threading.Thread(target=watch, name="rank", daemon=True).start()
 
 
 @dataclass(frozen=True)

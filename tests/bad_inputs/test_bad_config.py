@@ -16,7 +16,7 @@ CONFIG = [
     train("modell=gpt2", "modell:", "'model'"),
     train("model=gpt3", "model=gpt3", "gpt2"),
     train("model.name=lama", "model.name=lama", "did you mean 'llama'"),
-    train("data=wikitext", "data=wikitext", "memmap, stdlib, text"),
+    train("data=wikitext", "data=wikitext", "memmap, python, stdlib, text"),
     train("experiment=quikstart", "experiment=quikstart", "'quickstart'"),
     train("optim=sgd", "optim=sgd", "adamw"),
     train("transport=gloo", "transport=gloo", "auto, pinned, serial"),
