@@ -45,7 +45,8 @@ def _train(arguments: Arguments) -> int:
         from pipetrain.train import main as train_as_rank
 
         return train_as_rank(arguments.overrides)
-    config = load(arguments.overrides, say)
+    notes: list[str] = []  # said once nothing is wrong
+    config = load(arguments.overrides, notes.append)
     becomes_a_job = config.cluster.name == "slurm" and config.cluster.rendezvous is None
     if arguments.dry_run and not becomes_a_job:
         raise ValueError("--dry-run: prints the job script of cluster=slurm; add cluster=slurm")
@@ -55,6 +56,8 @@ def _train(arguments: Arguments) -> int:
             "resume=auto run_dir=THAT_RUN, or init_from= for a new run from its weights"
         )
     plan = check_train(config).plan
+    for note in notes:
+        say(note)
     ranks_per_node = choose_ranks_per_node(config.cluster, config.pipeline, plan.num_ranks, plan.num_replicas)
     return (_submit_job if becomes_a_job else _start)(config, arguments, ranks_per_node)
 

@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipetrain.config.own_code import call_target, function_of
+from pipetrain.config.own_code import call_target, check_target, function_of
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import ModelConfig
-from pipetrain.config.target import load_target
 from pipetrain.models.loss import IGNORED
 from pipetrain.models.own_size import as_plain, forget_count, own_size
 from pipetrain.models.size import ModelSize
@@ -97,7 +96,9 @@ def count(config: ModelConfig) -> ModelSize:
         ValueError: it gives no model.
     """
     assert config.target is not None, "it was checked"
-    load_target(config.target)  # here: what a module makes when it is imported is no part of the model
+    check_target(
+        "model.target", config.target, config.args
+    )  # outside of meta: what a module makes when it is imported is no part of the model
     try:
         with torch.device("meta"):
             spec, _ = _made(config)
