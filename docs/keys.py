@@ -5,14 +5,14 @@ The sentence of a key is the comment beside its field, or the comment lines abov
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
 import re
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipetrain.cli.help_keys import sentences
 from pipetrain.config import records
 from pipetrain.config.schema import guarded_keys, keys, limits, phase_keys
 
@@ -25,21 +25,6 @@ Every key of a configuration. This page is generated: `python docs/keys.py` writ
 `KEY=VALUE` on the command line sets a key; `null` means None. *May change*: a resumed run (*resume*), or also a [phase](USAGE.md#phases)
 (*phase*), may have another value; all other keys keep theirs. A group or an experiment of `conf/` may set other defaults.
 """
-
-
-def sentences(record: type) -> dict[str, str]:
-    """The comment of each field of a record."""
-    source = inspect.getsource(record)
-    lines = source.splitlines()
-    found: dict[str, str] = {}
-    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            first = node.lineno - 1
-            while lines[first - 1].strip().startswith("#"):
-                first -= 1
-            comments = [line.partition("# ")[2] for line in lines[first : node.end_lineno] if "# " in line]
-            found[node.target.id] = " ".join(comments).strip()
-    return found
 
 
 def page() -> str:
@@ -94,6 +79,8 @@ def _changes(path: str) -> str:
 
 
 def _kind(kind: Any) -> str:
+    if typing.get_origin(kind) is Mapping:
+        return "a group of keys"
     names = {bool: "true, false", int: "an integer", float: "a number", str: "text"}
     one = typing.get_origin(kind) in (tuple, None)
     options = [option for option in ((kind,) if one else typing.get_args(kind)) if option is not type(None)]
@@ -103,6 +90,8 @@ def _kind(kind: Any) -> str:
 def _shown(value: Any) -> str:
     if value is None:
         return "null"
+    if value is dataclasses.MISSING:
+        return "{}"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pipetrain.data.own import batches
     from pipetrain.models.spec import ModelSpec
     from pipetrain.plan.plan import Plan, make_plan
     from pipetrain.runtime.cut import Whole
@@ -43,6 +44,7 @@ _HOME = {
     "add_loss": "pipetrain.stage.added_losses",
     "load": "pipetrain.snapshot.own_loop",
     "save": "pipetrain.snapshot.own_loop",
+    "batches": "pipetrain.data.own",
 }
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "Schedule",
     "Whole",
     "add_loss",
+    "batches",
     "bound",
     "check",
     "load",

@@ -26,10 +26,11 @@ from pipetrain.comm.own_device import set_variables_of_gpus
 from pipetrain.comm.transport import PINNED
 from pipetrain.config.load import as_yaml, load_config, read
 from pipetrain.config.phases import Phase, naming_phase, phases_of
-from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, RunConfig
+from pipetrain.config.records import HUGGING_FACE, PYTHON, WEIGHTS_IN, RunConfig
 from pipetrain.config.together import check_run, with_steps
 from pipetrain.data.batches import PhasedBatches
-from pipetrain.data.dataset import Data, open_data
+from pipetrain.data.dataset import Data, open_data, own_data
+from pipetrain.data.own import OwnData, sizes_of
 from pipetrain.engine.available import check_available, check_engine
 from pipetrain.engine.engine import make_engine
 from pipetrain.launcher.outcome import (
@@ -50,6 +51,7 @@ from pipetrain.monitor.report import measured_steps
 from pipetrain.monitor.stragglers import StragglerWatch
 from pipetrain.monitor.trackers import check_trackers
 from pipetrain.plan.mesh import RankPlace, rank_places
+from pipetrain.plan.plan import Plan
 from pipetrain.plan.world import world_of
 from pipetrain.schedule.csv_file import write_csv
 from pipetrain.schedule.families import AUTO
@@ -89,7 +91,9 @@ def train(config: RunConfig) -> Outcome:
         phases = prepare_phases(config, group.size, _agreed_orders(config, group))
         if phases[0].run.note and group.rank == 0:
             print(f"pipetrain: {phases[0].run.note}", file=sys.stderr, flush=True)
-        data = _data(config, group)
+        data = _data(config, group, phases[0].run.plan)
+        for own in data:
+            stack.callback(own.train.close)
         check_all_read_the_same(data[0].fingerprint, group)
         spec = _spec(config, data)
         config = with_steps(config, *(own.train.samples_per_epoch for own in data))
@@ -116,10 +120,16 @@ def train(config: RunConfig) -> Outcome:
     return Outcome(group.rank, Exit.STOPPED, told, run_dir)
 
 
-def _data(config: RunConfig, group: Group) -> list[Data]:
+def _data(config: RunConfig, group: Group, plan: Plan) -> list[Data]:
     """What each phase of the run reads, with the tokenizer of its model where it has one."""
     own, wait = config.model.path, config.timeout_seconds
     phases, data, told = phases_of(config), list[Data](), 0
+    if config.data.name == PYTHON:
+        sizes = from_first(lambda: sizes_of(config.data), group)
+        stages = plan.stages_of(group.coordinates.stage)
+        is_read = group.rank == 0 or not {0, plan.num_stages - 1}.isdisjoint(stages)
+        opened_own = OwnData(config.data, config.seed, (sizes[0], sizes[1]), is_read, wait)
+        return [own_data(phase.config.data, opened_own) for phase in phases]
     with naming_phase(phases[0], config):
         opened = open_data(phases[0].config.data, config.seed, own_tokenizer=own, timeout_seconds=wait)
     for phase in phases:
@@ -139,7 +149,7 @@ def _spec(config: RunConfig, data: Sequence[Data]) -> ModelSpec:
         ValueError: it is none, or cannot take such samples; on every rank, before there is a run folder.
     """
     model = replace(config.model, dtype=config.model.dtype or WEIGHTS_IN[config.precision])
-    spec = make_spec(model, data[0].vocabulary_size)
+    spec = make_spec(model, data[0].vocabulary_size, config.seed)
     for phase, own in zip(phases_of(config), data):
         if spec.take_batch is not None:
             with naming_phase(phase, config):
@@ -190,6 +200,8 @@ def _sought_for(config: RunConfig) -> tuple[object, ...]:
 
 def _mfu_of_a_token_per_second(config: RunConfig, vocabulary_size: int, num_devices: int) -> float | None:
     """What a token per second is of what the devices could do; None where that is not known."""
+    if config.model.name == PYTHON:  # what it does with a sample is not known
+        return None
     size = size_of(config.model, vocabulary_size=vocabulary_size, sequence_length=config.data.sequence_length)
     peak, flops = config.observe.peak_flops_per_second, size.flops_per_token
     return None if peak is None or flops is None else flops / (peak * num_devices)

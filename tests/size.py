@@ -19,14 +19,14 @@ MOST_LINES = 500
 # Lines that a room of the package may have, all counted. What makes one longer says why in its commit; what makes it shorter takes
 # the figure down.
 ROOMS = {
-    "__init__.py": 75,
-    "cli": 1650,
+    "__init__.py": 78,
+    "cli": 1938,
     "comm": 3830,
-    "config": 1433,
-    "data": 2140,
+    "config": 1814,
+    "data": 2450,
     "engine": 1148,
     "launcher": 820,
-    "models": 3465,
+    "models": 3755,
     "monitor": 3546,
     "optim": 330,
     "plan": 1350,
@@ -35,8 +35,8 @@ ROOMS = {
     "snapshot": 1455,
     "stage": 5100,
     "train.py": 320,
-    "trainer": 1294,
-    "verify": 1175,
+    "trainer": 1302,
+    "verify": 1160,
 }
 # Files of the package that are longer than a file should be, and how long they may be until they are cut.
 LONG_FILES: dict[str, int] = {}

@@ -20,6 +20,7 @@ NAMES = {
     "Schedule",
     "Whole",
     "add_loss",
+    "batches",
     "bound",
     "check",
     "load",

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipetrain.cli.main import Arguments, Command, Parser, add_run, say
 from pipetrain.config.load import read
-from pipetrain.config.records import HUGGING_FACE
+from pipetrain.config.records import HUGGING_FACE, RunConfig
 from pipetrain.launcher.outcome import Exit
 from pipetrain.models.hf.hf_size import check_transformers
 from pipetrain.monitor.folder import RunFolder, find_folder
@@ -17,15 +17,24 @@ from pipetrain.plan.plan import read_plan
 
 def _add_arguments(parser: Parser) -> None:
     add_run(parser)
-    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write; it must not exist")
+    parser.add_argument("--out", required=True, metavar="PATH", help="the folder or file to write; it must not exist")
+    parser.add_argument(
+        "--format",
+        choices=("hf", "safetensors"),
+        default="hf",
+        help="hf: a folder for from_pretrained; safetensors: one file of the weights of any model, PATH.safetensors (default: %(default)s)",
+    )
 
 
 def _export(arguments: Arguments) -> int:
     folder = find_folder(arguments.run)
     config = read(folder.config)
+    if arguments.format == "safetensors":
+        return _write_weights(folder, config, Path(arguments.out))
     if config.model.name != HUGGING_FACE:
         raise ValueError(
-            f"{arguments.run}: its model is model={config.model.name}, which transformers does not have; its weights are in {folder.weights}"
+            f"{arguments.run}: its model is model={config.model.name}, which transformers does not have; --format=safetensors writes its "
+            "weights to one file"
         )
     from pipetrain.models.hf.export import check_out, export_model
 
@@ -39,8 +48,27 @@ def _export(arguments: Arguments) -> int:
     return Exit.DONE
 
 
-def _tensors(folder: RunFolder) -> Mapping[str, Any]:
-    """The weights at the end of the run, or of its newest whole snapshot, under transformers' names."""
+def _write_weights(folder: RunFolder, config: RunConfig, out: Path) -> int:
+    if out.exists():
+        raise ValueError(f"--out={out}: there is something already; give another name")
+    from safetensors.torch import save_file
+
+    try:
+        save_file(
+            {
+                name: tensor.contiguous()
+                for name, tensor in _tensors(folder, of_transformers=config.model.name == HUGGING_FACE).items()
+            },
+            out,
+        )
+    except OSError as error:
+        raise ValueError(f"--out={out}: cannot be written ({error.strerror or error})") from error
+    print(out)
+    return Exit.DONE
+
+
+def _tensors(folder: RunFolder, *, of_transformers: bool = True) -> Mapping[str, Any]:
+    """The weights at the end of the run, or of its newest whole snapshot, under the names in its files of weights."""
     from pipetrain.models.weights import has_weights, read_weights
 
     if has_weights(folder.weights):
@@ -52,7 +80,8 @@ def _tensors(folder: RunFolder) -> Mapping[str, Any]:
 
     snapshot = find(folder.path, say)
     say(f"the run has not ended; exporting {snapshot}")
-    return in_files(Snapshot(snapshot, checked=True).tensors(Part.WEIGHTS), folder.model)
+    weights = Snapshot(snapshot, checked=True).tensors(Part.WEIGHTS)
+    return in_files(weights, folder.model) if of_transformers else weights
 
 
 COMMAND = Command(_add_arguments, _export)

@@ -9,11 +9,13 @@ import argparse
 import gc
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipetrain import __version__
 from pipetrain.config.renamed import current_overrides
 from pipetrain.launcher.outcome import Exit
 from pipetrain.monitor.draw.table import printable
@@ -21,6 +23,7 @@ from pipetrain.monitor.draw.table import printable
 Parser = argparse.ArgumentParser
 Arguments = argparse.Namespace
 STDOUT = "-"
+OWN_FILE = "pipetrain.yaml"  # of the current folder: a project's own configuration, which `pipetrain new` writes
 _OVERRIDES = "a key, as in steps=50 recompute.mode=inline (docs/KEYS.md lists all); or a group by name, as in data=text model=gpt2"
 
 
@@ -34,6 +37,18 @@ class Command:
 
 def add_overrides(parser: Parser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+    parser.add_argument("--config-dir", metavar="DIR", help="a folder of your own configuration files and groups")
+    parser.add_argument("--config-name", metavar="NAME", help="the file to begin with (default: config)")
+    parser.add_argument("--cfg", choices=("job", "hydra", "all"), help="print the configuration and do nothing")
+    parser.add_argument("--resolve", action="store_true", help="with --cfg: with interpolations replaced")
+    parser.add_argument("--help-keys", action="store_true", help="list all keys")
+
+
+def add_own(parser: Parser) -> None:
+    """A model and data by MODULE:FUNCTION, in place of `model=python model.target=...`."""
+    parser.add_argument(
+        "--data", metavar="MODULE:FUNCTION", help="your dataset: data=python data.target=MODULE:FUNCTION"
+    )
 
 
 def add_json(parser: Parser) -> None:
@@ -79,6 +94,7 @@ def refuse(message: str, code: Exit = Exit.WRONG_INPUT) -> int:
 COMMANDS = {
     "train": "train a model over pipeline stages",
     "show": "draw a schedule and its cost, without running it",
+    "new": "write a small project with a model and data of your own",
     "profile": "measure time and memory of each layer, and list outputs that are worth keeping",
     "watch": "serve the page of a run on this machine, while the run goes on",
     "report": "print what a run did, measured and predicted; or compare several runs",
@@ -105,6 +121,9 @@ def command() -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `pipetrain ARGV` and returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["--version"]:
+        print(f"pipetrain {__version__}")
+        return Exit.DONE
     if not words or words[0] in ("-h", "--help"):
         helps = COMMANDS if _find_benchmarks() is None else {**COMMANDS, _BENCH: _BENCH_HELP}
         lines = [f"  {name:<{max(map(len, helps))}}  {text}" for name, text in helps.items()]
@@ -117,11 +136,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: Command = importlib.import_module(f"pipetrain.cli.{words[0]}_command").COMMAND
     parser = Parser(prog=f"pipetrain {words[0]}", description=COMMANDS[words[0]], allow_abbrev=False)
     command.add_arguments(parser)
+    parser.add_argument("--version", action="version", version=f"pipetrain {__version__}")
+    if words[0] == "train" and {"-h", "--help"} & set(words):
+        from pipetrain.cli.help_keys import few_keys
+
+        parser.epilog, parser.formatter_class = few_keys(), argparse.RawDescriptionHelpFormatter
     # `--json` alone must not take the next override as its file
     arguments = parser.parse_intermixed_args([f"--json={STDOUT}" if word == "--json" else word for word in words[1:]])
-    if given := getattr(arguments, "overrides", None):
-        arguments.overrides = current_overrides(given, say)
     try:
+        if hasattr(arguments, "overrides"):
+            arguments.overrides = all_overrides(arguments)
+            if (told := _told_instead(arguments)) is not None:
+                print(told, end="")
+                return Exit.DONE
         return command.run(arguments)
     except ValueError as error:
         return refuse(str(error))
@@ -130,6 +157,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has closed the pipe
         sys.stderr.close()
         return Exit.DONE
+
+
+def all_overrides(arguments: Arguments) -> list[str]:
+    """What was typed, as overrides alone, with the user's own files in front.
+
+    Raises:
+        ValueError: `--config-dir` is no folder.
+    """
+    words = current_overrides(arguments.overrides, say)
+    if hasattr(arguments, "data"):
+        is_target = [bool(re.fullmatch(r"\w+(\.\w+)*[:.]\w+", word)) for word in words]
+        own = [["model=python", f"model.target={word}"] if found else [word] for word, found in zip(words, is_target)]
+        words = [word for group in own for word in group]
+        if arguments.data is not None:
+            words += ["data=python", f"data.target={arguments.data}"]
+    folder, name = arguments.config_dir, arguments.config_name
+    if folder is None and name is None and Path(OWN_FILE).is_file():
+        folder, name = ".", OWN_FILE
+        say(f"{OWN_FILE} of this folder is used")
+    source = [("--config-dir", folder and Path(folder).resolve()), ("--config-name", name)]
+    return [*(f"{option}={value}" for option, value in source if value is not None), *words]
+
+
+def _told_instead(arguments: Arguments) -> str | None:
+    """What `--help-keys` or `--cfg` asks for, in place of what the command does; None: neither."""
+    if arguments.help_keys:
+        from pipetrain.cli.help_keys import all_keys
+
+        return all_keys()
+    if arguments.cfg is not None:
+        from pipetrain.config.load import composed_yaml
+
+        return composed_yaml(arguments.overrides, arguments.cfg, resolve=arguments.resolve)
+    return None
 
 
 def _find_benchmarks() -> Path | None:

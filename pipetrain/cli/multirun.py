@@ -27,9 +27,10 @@ from hydra.errors import HydraException
 
 from pipetrain.cli.main import Arguments, present, refuse
 from pipetrain.cli.report_command import reported
-from pipetrain.config.load import conf_dir, load_config
+from pipetrain.config.load import Source, UserFolder, conf_dir, load_config
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import RunConfig
+from pipetrain.config.schema import is_free
 from pipetrain.config.secrets import check_override
 from pipetrain.launcher.outcome import Exit
 from pipetrain.monitor.draw.table import Table
@@ -37,6 +38,7 @@ from pipetrain.monitor.folder import SWEEP_JOBS, reserve_folder
 
 _LAUNCHER, _LAUNCHERS = "hydra/launcher", ("basic", "submitit_local", "submitit_slurm")
 _SWEEP_DIR, _SWEEP_SUBDIR = "hydra.sweep.dir", "hydra.sweep.subdir"
+_NEW_KEY = "++"
 # Signals that stop a run, and the signal that the run gets. SLURM and submitit send USR1 or USR2 before the time limit.
 _FORWARDED = {
     signal.SIGINT: signal.SIGINT,
@@ -81,10 +83,11 @@ def sweep(overrides: Sequence[str], check: Callable[[RunConfig], object]) -> tup
     Raises:
         ConfigError: the configuration of a job cannot run (`check`). No job has started then.
     """
+    source, overrides = Source.of(overrides)
     ours = [text for text in overrides if not _is_hydras(text)]
     hydras = [text for text in overrides if _is_hydras(text)]
     jobs = expand(ours)
-    experiment = _check_jobs(jobs, check)
+    experiment = _check_jobs(jobs, check, source.words)
     _check_hydra(hydras)
     named = [text.partition("=")[2] for text in hydras if text.startswith(f"{_SWEEP_DIR}=")]
     folder = Path(named[-1]).resolve() if named else reserve_folder(None, f"{experiment}-sweep").path
@@ -92,11 +95,12 @@ def sweep(overrides: Sequence[str], check: Callable[[RunConfig], object]) -> tup
         file.unlink()
     chosen = [text for text in hydras if not text.startswith(f"{_SWEEP_DIR}=")]
     # Hydra ends the process if a job's process dies, and a request to stop ends the sweep: the result of every job is read below.
-    words = ["--multirun", *ours, *chosen, f"{_SWEEP_DIR}={_quoted(str(folder))}"]
+    words = ["--multirun", *map(_as_hydra_takes_it, ours), *chosen, f"{_SWEEP_DIR}={_quoted(str(folder))}"]
+    UserFolder.folder = source.folder
     before, sys.argv = sys.argv, ["pipetrain", *words]  # from which hydra.main reads its arguments
     try:
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
-            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(run_job)()
+            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=source.name)(run_job)()
     finally:
         sys.argv = before
     GlobalHydra.instance().clear()
@@ -114,13 +118,23 @@ def run_job(config: Any) -> int:
     runtime = HydraConfig.get()
     job = Job(
         number=int(runtime.job.num),
-        overrides=tuple(runtime.overrides.task),
+        overrides=tuple(text.removeprefix(_NEW_KEY) for text in runtime.overrides.task),
         run_dir=str(Path(config.run_dir or runtime.runtime.output_dir).resolve()),
     )
     folder = Path(runtime.sweep.dir)
     _write(folder, job)
     overrides = [text for text in job.overrides if not text.startswith("run_dir=")]
-    command = [sys.executable, "-m", "pipetrain.cli", "train", *overrides, f"run_dir={_quoted(str(job.run_dir))}"]
+    folders = [str(one.path) for one in runtime.runtime.config_sources if one.provider == "user"]
+    source = Source(folders[0] if folders else None, str(runtime.job.config_name))
+    command = [
+        sys.executable,
+        "-m",
+        "pipetrain.cli",
+        "train",
+        *source.words,
+        *overrides,
+        f"run_dir={_quoted(str(job.run_dir))}",
+    ]
     code, asked = _run(command)
     _write(folder, replace(job, code=code))
     if asked and runtime.launcher._target_.endswith(".BasicLauncher"):
@@ -165,12 +179,12 @@ def expand(overrides: Sequence[str]) -> list[Job]:
     return [Job(number, words) for number, words in enumerate(itertools.product(*values.values()))]
 
 
-def _check_jobs(jobs: Sequence[Job], check: Callable[[RunConfig], object]) -> str:
+def _check_jobs(jobs: Sequence[Job], check: Callable[[RunConfig], object], source: Sequence[str]) -> str:
     """Checks that every job can run and has a folder of its own; returns the name of the experiment."""
     seen: dict[Path, int] = {}
     for job in jobs:
         try:
-            config = load_config(job.overrides)
+            config = load_config([*source, *job.overrides])
             check(config)
         except ValueError as error:
             raise ConfigError(f"job {job.number} ({' '.join(job.overrides)}): {error}") from error
@@ -205,6 +219,11 @@ def _check_hydra(overrides: Sequence[str]) -> None:
 
 def _is_hydras(override: str) -> bool:
     return override.lstrip("+~").startswith(("hydra.", "hydra/"))
+
+
+def _as_hydra_takes_it(override: str) -> str:
+    """A key within `model.args` and its like is new to Hydra."""
+    return _NEW_KEY + override if is_free(override.partition("=")[0]) else override
 
 
 def _quoted(text: str) -> str:

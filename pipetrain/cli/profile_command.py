@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from pipetrain.cli.main import Arguments, Command, Parser, add_json, add_overrides, present, say
+from pipetrain.cli.main import Arguments, Command, Parser, add_json, add_overrides, add_own, present, say
 from pipetrain.config.load import load_config
 from pipetrain.config.records import WEIGHTS_IN, RunConfig
 from pipetrain.config.together import check_run
@@ -21,6 +21,7 @@ _MOST_ADVICE = 5
 
 def _add_arguments(parser: Parser) -> None:
     add_overrides(parser)
+    add_own(parser)
     add_json(parser)
     parser.add_argument(
         "--out", metavar="FILE", default="profile.json", help="the file to write (default: %(default)s)"
@@ -33,7 +34,7 @@ def _add_arguments(parser: Parser) -> None:
 def _profile(arguments: Arguments) -> int:
     if arguments.rounds < 1:
         raise ValueError(f"--rounds={arguments.rounds}: allowed is 1 or more")
-    config = load_config(arguments.overrides)
+    config = load_config(arguments.overrides, say)
     profile = _measured(config, arguments.rounds)
     Path(arguments.out).write_text(profile.as_json())
     advice = advice_of(profile, config.pipeline.num_microbatches)
@@ -72,7 +73,7 @@ def _measured(config: RunConfig, rounds: int) -> Profile:
     bring_model(config.model, timeout_seconds=config.timeout_seconds)
     data = make_data(config.data, config.seed, own_tokenizer=config.model.path, timeout_seconds=wait)
     model = replace(config.model, dtype=config.model.dtype or WEIGHTS_IN[config.precision])
-    spec = with_weights_in(make_spec(model, data.vocabulary_size), precision.weights)
+    spec = with_weights_in(make_spec(model, data.vocabulary_size, config.seed), precision.weights)
     batch = data.train.batch(0)
     inputs, targets = batch if spec.take_batch is None else spec.take_batch(*batch)
     m = replicas * config.pipeline.num_microbatches

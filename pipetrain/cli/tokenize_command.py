@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipetrain.cli.main import Arguments, Command, Parser, add_overrides, say
 from pipetrain.config.load import load_config
-from pipetrain.config.records import RunConfig
+from pipetrain.config.records import PYTHON, RunConfig
 from pipetrain.launcher.outcome import Exit
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -72,6 +72,8 @@ def tokenize_ahead(config: RunConfig) -> None:
     from pipetrain.data.tokenizing import is_cached
 
     data, own = config.data, config.model.path
+    if data.name == PYTHON:
+        return
     tokenizer = make_tokenizer(data, own)
     if data.name != "memmap" and (tokenizer is None or not is_cached(data, tokenizer)):
         return

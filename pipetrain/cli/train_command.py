@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from pipetrain.cli.main import STDOUT, Arguments, Command, Parser, add_json, add_overrides, present, say
+from pipetrain.cli.main import STDOUT, Arguments, Command, Parser, add_json, add_overrides, add_own, present, say
 from pipetrain.cli.report_command import reported
 from pipetrain.comm.address import is_rank
 from pipetrain.config.load import load_config
@@ -26,6 +26,7 @@ from pipetrain.trainer.prepare import Run, prepare_phases
 
 def _add_arguments(parser: Parser) -> None:
     add_overrides(parser)
+    add_own(parser)
     add_json(parser)
     parser.add_argument(
         "--multirun", "-m", action="store_true", help="start a run for each combination of values, as in seed=1,2,3"
@@ -44,7 +45,8 @@ def _train(arguments: Arguments) -> int:
         from pipetrain.train import main as train_as_rank
 
         return train_as_rank(arguments.overrides)
-    config = load_config(arguments.overrides)
+    notes: list[str] = []  # said once nothing is wrong
+    config = load_config(arguments.overrides, notes.append)
     becomes_a_job = config.cluster.name == "slurm" and config.cluster.rendezvous is None
     if arguments.dry_run and not becomes_a_job:
         raise ValueError("--dry-run: prints the job script of cluster=slurm; add cluster=slurm")
@@ -54,6 +56,8 @@ def _train(arguments: Arguments) -> int:
             "resume=auto run_dir=THAT_RUN, or init_from= for a new run from its weights"
         )
     plan = check_train(config).plan
+    for note in notes:
+        say(note)
     ranks_per_node = choose_ranks_per_node(config.cluster, config.pipeline, plan.num_ranks, plan.num_replicas)
     return (_submit_job if becomes_a_job else _start)(config, arguments, ranks_per_node)
 

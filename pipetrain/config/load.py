@@ -1,4 +1,4 @@
-"""Makes a `RunConfig` from `conf/` and overrides, and YAML from a `RunConfig`. The only file of this room that imports omegaconf and Hydra.
+"""Makes a `RunConfig` from `conf/` and overrides, and YAML from a `RunConfig`. The only file of this room that imports omegaconf.
 
 The defaults are those of the records. Hydra gets them as a configuration named `records`, the first entry of the defaults list of
 `conf/config.yaml`. A file in `conf/` has only the keys whose values differ.
@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,18 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from pipetrain.config.own_code import with_own_code
 from pipetrain.config.problem import ConfigError, nearest
 from pipetrain.config.records import RunConfig
 from pipetrain.config.renamed import current_overrides, current_values
-from pipetrain.config.schema import build, check_key
+from pipetrain.config.schema import build, check_key, is_free
 from pipetrain.config.secrets import check_override, check_values
 
 
@@ -36,27 +39,101 @@ def conf_dir() -> Path:
     return next(folder for folder in (package / "conf", package.parent / "conf") if folder.is_dir())
 
 
-def choices() -> dict[str, list[str]]:
-    """The groups of `conf/`, each with the names that may be chosen."""
-    return {
-        group.name: sorted(file.stem for file in group.glob("*.yaml"))
-        for group in sorted(conf_dir().iterdir())
-        if group.is_dir()
-    }
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a configuration begins: the user's folder of configuration files, if there is one, and the name of the first file."""
+
+    folder: str | None = None
+    name: str = "config"
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> tuple[Source, list[str]]:
+        """The source that `--config-dir=DIR` and `--config-name=NAME` among the words name, and the other words.
+
+        Raises:
+            ConfigError: there is no such folder.
+        """
+        given = dict(word.split("=", 1) for word in words if word.startswith(_SOURCE_WORDS))
+        folder = given.get(_SOURCE_WORDS[0])
+        if folder is not None and not Path(folder).is_dir():
+            raise ConfigError(f"--config-dir={folder}: there is no such folder")
+        name = given.get(_SOURCE_WORDS[1], "config").removesuffix(".yaml")
+        return cls(folder and str(Path(folder).resolve()), name), [w for w in words if not w.startswith(_SOURCE_WORDS)]
+
+    @property
+    def words(self) -> list[str]:
+        """As they are typed."""
+        return [f"--config-dir={self.folder}"] * (self.folder is not None) + [f"--config-name={self.name}"]
 
 
-def load_config(overrides: Sequence[str] = ()) -> RunConfig:
+_SOURCE_WORDS = ("--config-dir", "--config-name")
+
+
+class UserFolder(SearchPathPlugin):
+    """Lets Hydra search the user's folder after `conf/`, for files and for groups."""
+
+    folder: str | None = None
+
+    def manipulate_search_path(self, search_path: Any) -> None:
+        """Called by Hydra."""
+        if self.folder is not None:
+            search_path.append("user", f"file://{self.folder}")
+
+
+def choices(source: Source | None = None) -> dict[str, list[str]]:
+    """The groups of `conf/` and of the user's folder, each with the names that may be chosen."""
+    folders = [conf_dir()] + ([Path(source.folder)] if source is not None and source.folder is not None else [])
+    found: dict[str, set[str]] = {}
+    for group in sorted(group for folder in folders for group in folder.iterdir() if group.is_dir()):
+        if names := {file.stem for file in group.glob("*.yaml")}:
+            found.setdefault(group.name, set()).update(names)
+    return {group: sorted(names) for group, names in sorted(found.items())}
+
+
+def load_config(overrides: Sequence[str] = (), tell: Callable[[str], object] = str) -> RunConfig:
     """The configuration of `conf/config.yaml` with `overrides` (`data=text`, `optim.learning_rate=1e-3`) applied.
+
+    Words such as `--config-dir=mine --config-name=first` name the user's own files (`Source`).
+    `tell` gets a line about keys of the experiment that do not apply to the user's own code.
 
     Keys, choices and types are checked here; `together.py` checks whether the values fit together.
 
     Raises:
         ConfigError: an override that cannot be read, an unknown key or choice, a wrong type.
     """
+    composed, typed = _applied(overrides)
+    try:
+        values = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{' '.join(overrides)}: {_first_line(error)}") from error
+    return with_own_code(_from_values(values), typed, tell)
+
+
+def composed_yaml(overrides: Sequence[str], what: str, *, resolve: bool) -> str:
+    """The configuration as Hydra's `--cfg` shows it, as YAML: `what` is `job`, `hydra` or `all`; `resolve`: interpolations are replaced.
+
+    Raises:
+        ConfigError: as `load`; an interpolation that only a run can replace.
+    """
+    composed, _ = _applied(overrides)
+    source, rest = Source.of(overrides)
+    try:
+        with _hydra(source):
+            chosen = [text for text in rest if text.partition("=")[0] in choices(source)]
+            hydras = compose(source.name, overrides=chosen, return_hydra_config=True).hydra
+        every = {"job": composed, "hydra": {"hydra": hydras}, "all": {"hydra": hydras, **composed}}
+        return OmegaConf.to_yaml(every[what], resolve=resolve)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"--cfg={what}: {_first_line(error)}") from error
+
+
+def _applied(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
+    """What the files and the overrides make, and the keys that were typed."""
+    source, overrides = Source.of(overrides)
     for text in overrides:
         check_override(text)
-    overrides = current_overrides(overrides, lambda line: warnings.warn(line, stacklevel=3))
-    groups = choices()
+    overrides = current_overrides(overrides, lambda line: warnings.warn(line, stacklevel=4))
+    groups = choices(source)
     chosen: list[Override] = []
     given: list[Override] = []
     for text in overrides:
@@ -64,13 +141,14 @@ def load_config(overrides: Sequence[str] = ()) -> RunConfig:
         is_value = override.key_or_group not in groups and override.package is None
         (given if is_value else chosen).append(override)
     try:
-        composed = copy.deepcopy(_composed(*(str(choice.input_line) for choice in chosen)))
+        composed = copy.deepcopy(_composed(source, *(str(choice.input_line) for choice in chosen)))
         for value in given:
-            OmegaConf.update(composed, value.key_or_group, value.value(), merge=True)
-        values = OmegaConf.to_container(composed, resolve=True)
+            key = value.key_or_group
+            OmegaConf.update(composed, key, value.value(), merge=True, force_add=is_free(key) or is_free(f"{key}."))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"{' '.join(overrides)}: {_first_line(error)}") from error
-    return _from_values(values)
+        typed = [*source.words, *overrides] if source != Source() else overrides
+        raise ConfigError(f"{' '.join(typed)}: {_first_line(error)}") from error
+    return composed, [value.key_or_group for value in given]
 
 
 def read(path: Path) -> RunConfig:
@@ -93,10 +171,15 @@ def as_yaml(config: RunConfig) -> str:
 
 
 @functools.cache
-def _composed(*chosen: str) -> DictConfig:
+def _composed(source: Source, *chosen: str) -> DictConfig:
     """The configuration that files of `conf/` make together. Values are set later, so a sweep composes only once for all its jobs."""
-    with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="pipetrain"):
-        return compose("config", overrides=list(chosen))
+    with _hydra(source):
+        return compose(source.name, overrides=list(chosen))
+
+
+def _hydra(source: Source) -> Any:
+    UserFolder.folder = source.folder
+    return initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="pipetrain")
 
 
 def _from_values(values: Any) -> RunConfig:
@@ -143,4 +226,5 @@ def _plain(value: Any) -> Any:
     return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
+Plugins.instance().register(UserFolder)
 ConfigStore.instance().store("records", _plain(dataclasses.asdict(RunConfig())))  # the first entry of conf/config.yaml

@@ -28,6 +28,7 @@ from pipetrain.config.target import ENGINES, is_extension
 
 NATIVE, DEEPSPEED = "native", "deepspeed"
 HUGGING_FACE = "hf"  # the model.name of a model of transformers
+PYTHON = "python"  # the model.name and data.name of the user's own code
 EDGES = ("auto", "nccl", "pinned")
 COMMUNICATORS = ("edge", "pair")
 ORDERS = ("replica-stage", "stage-replica")
@@ -69,6 +70,9 @@ _Targets = Annotated[
 ]
 
 
+_Arguments = Mapping[str, Any]
+
+
 @dataclass(frozen=True)
 class LoraConfig:
     """Low-rank adapters of linear layers (model=hf). Only the adapters are trained."""
@@ -87,7 +91,7 @@ class LoraConfig:
 class ModelConfig:
     """A decoder-only transformer, built layer by layer."""
 
-    # Block style: `llama` (RMSNorm, rotary, grouped queries, SwiGLU) or `gpt2` (LayerNorm, learned positions, GELU).
+    # Block style: `llama` (RMSNorm, rotary, grouped queries, SwiGLU) or `gpt2` (LayerNorm, learned positions, GELU); or `hf`, `python`.
     name: str = "llama"
     # Transformer blocks; embedding and head are two more layers.
     num_hidden_layers: Annotated[int, at_least(1, most=10_000)] = 4
@@ -112,6 +116,19 @@ class ModelConfig:
     attention: str | None = None
     lora: LoraConfig = field(default_factory=LoraConfig)
     compile: MayChange[bool] = False  # whether torch.compile compiles the layers, each kind once; needs a C++ compiler
+    # For model=python: the function or class that gives your layers, as in my_package.models:make_layers.
+    target: str | None = None
+    # Arguments of model.target; `_target_` makes an object, as in Hydra.
+    args: _Arguments = field(default_factory=dict, hash=False)
+    # For model=python: a function from (output, targets) of a microbatch to the mean loss; None: that of the model, or cross_entropy.
+    loss: str | None = None
+    loss_args: _Arguments = field(default_factory=dict, hash=False)  # more arguments of model.loss
+    # For model=python: a function from the targets of a microbatch to how much of them counts; None: rows, for cross_entropy the targets
+    # that are not -100.
+    count: str | None = None
+    count_args: _Arguments = field(default_factory=dict, hash=False)  # more arguments of model.count
+    # SHA-256 of the file of model.target; None: that of now. The value of a resumed run accepts a file that has changed.
+    file_sha256: str | None = None
 
 
 _HeldOut = Annotated[
@@ -133,7 +150,7 @@ _AssistantOnly = Annotated[
 class DataConfig:
     """The data of training, and how it becomes samples."""
 
-    # `stdlib` (the running Python's own library), `text`, `jsonl`, `hf` (a data set of Hugging Face) or `memmap` (token ids).
+    # `stdlib` (the running Python's own library), `text`, `jsonl`, `hf` (a data set of Hugging Face) `memmap` (token ids) or `python`.
     name: str = "stdlib"
     path: MayChange[str | None] = None  # file, folder or glob to read; for hf a folder, or a name on the hub
     # Glob of the files in the folder that are read; files ending in .gz are unpacked.
@@ -160,6 +177,18 @@ class DataConfig:
     eval_split: str | None = None  # hf: the held-out split; null: eval_fraction of data.split
     eval_fraction: _HeldOut = 0.1  # share of the files (by bytes) or documents that training never sees
     eval_bytes: MayChange[Count] = 204_800  # most tokens of the held-out part that an evaluation reads
+    # For data=python: the function or class that gives your dataset of (inputs, targets), as in my_package.data:make_dataset.
+    target: str | None = None
+    args: _Arguments = field(default_factory=dict, hash=False)  # arguments of data.target; `_target_` makes an object
+    # For data=python: a function that gives the held-out dataset; None: nothing is held out.
+    heldout_target: MayChange[str | None] = None
+    heldout_args: MayChange[_Arguments] = field(default_factory=dict, hash=False)  # arguments of data.heldout_target
+    # For data=python: a function from a list of samples to a batch; None: default_collate of torch.
+    collate: str | None = None
+    # For data=python: processes that read ahead, on each rank that reads; 0: the rank itself reads.
+    num_workers: MayChange[Annotated[int, at_least(0, most=1024)]] = 0
+    # SHA-256 of the file of data.target; None: that of now. The value of a resumed run accepts a file that has changed.
+    file_sha256: str | None = None
 
     @property
     def counted(self) -> str:

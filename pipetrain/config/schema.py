@@ -111,7 +111,7 @@ def check_key(path: str, prefix: str = "") -> None:
         ConfigError: no record has this key; the message names the nearest, or that it is no place for code or secrets.
     """
     known = keys()
-    if path in known:
+    if path in known or is_free(path):
         return
     check_name(path)
     if path in _GONE:
@@ -122,6 +122,11 @@ def check_key(path: str, prefix: str = "") -> None:
     if not hint and siblings:
         hint = f"; there are {', '.join(siblings)}"
     raise ConfigError(f"{prefix}{path}: there is no such key{hint}")
+
+
+def is_free(path: str) -> bool:
+    """Whether the key is within a mapping whose keys the user chooses, such as `model.args`."""
+    return any(path.startswith(f"{key}.") and typing.get_origin(kind) is Mapping for key, kind in keys().items())
 
 
 def build(record: Callable[..., _T], values: Mapping[str, Any], prefix: str = "") -> _T:
@@ -175,6 +180,8 @@ def _fit(value: Any, kind: Any) -> tuple[bool, Any]:
 
 
 def _name(kind: Any) -> str:
+    if typing.get_origin(kind) is Mapping:
+        return "a group of keys, as in {width: 512}"
     if typing.get_origin(kind) is tuple:
         entries = typing.get_args(kind)
         if typing.get_origin(entries[0]) is Mapping:

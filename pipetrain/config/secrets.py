@@ -1,6 +1,6 @@
 """Refuses secrets in a configuration, because it is written to config.yaml and into every snapshot.
 
-It also refuses keys that name code to run, such as Hydra's `_target_`.
+It also refuses keys that name code to run, such as Hydra's `_target_`, but in the arguments of the user's own code.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from pipetrain.config.problem import ConfigError
 _SECRET_WORDS = frozenset({"key", "apikey", "token", "secret", "password", "passwd", "credential", "credentials"})
 _SHORTEST_SECRET = 8  # a shorter value of an environment variable may be part of a path by chance
 _INNER_KEY = re.compile(r"[{,]\s*['\"]?([\w.]+)['\"]?\s*:")  # of `{mode: offline, project: x}`
-# Hydra makes objects from mappings with these keys. pipetrain never does, so such a key is a mistake.
+# Hydra makes objects from mappings with these keys: pipetrain does so in `model.args` and its like alone.
 _CODE_KEYS = frozenset({"_target_", "_partial_", "_recursive_", "_convert_", "_args_", "_self_", "_call_"})
+_ARGUMENTS = re.compile(r"(model|data)\.(\w+_)?args(\.|$)")
 
 
 def looks_secret(name: str) -> bool:
@@ -26,13 +27,13 @@ def looks_secret(name: str) -> bool:
     return next((word for word in reversed(words) if word), "") in _SECRET_WORDS
 
 
-def check_name(path: str) -> None:
-    """Checks a dotted key that a user wrote, before it is looked up.
+def check_name(path: str, *, within: str = "") -> None:
+    """Checks a dotted key that a user wrote, before it is looked up. `within`: the key in whose value it stands.
 
     Raises:
         ConfigError: the key names code to run, or a secret. The message does not have the value.
     """
-    if _CODE_KEYS & set(re.split(r"[./@:]", path)):
+    if _CODE_KEYS & set(re.split(r"[./@:]", path)) and not _ARGUMENTS.match(within or path):
         raise ConfigError(
             f"{path}: a configuration names no code to run; write a layer or a loop in Python, with Pipeline"
         )
@@ -50,8 +51,9 @@ def check_override(text: str) -> None:
         ConfigError: as `check_name`.
     """
     key, _, value = text.partition("=")
-    for name in (key.lstrip("+~").strip(), *_INNER_KEY.findall(value)):
-        check_name(name)
+    key = key.lstrip("+~").strip()
+    for name in (key, *_INNER_KEY.findall(value)):
+        check_name(name, within=key)
 
 
 def check_values(values: Any) -> None:

@@ -26,8 +26,7 @@ def load_target(spelling: str) -> Any:
     module_name, _, name = spelling.partition(":") if ":" in spelling else spelling.rpartition(".")
     if not all(map(str.isidentifier, [*module_name.split("."), *name.split(".")])):
         raise ConfigError(f"{spelling}: names no function; {_ALLOWED}")
-    if sys.path[:1] not in ([""], [os.getcwd()]):
-        sys.path.insert(0, os.getcwd())
+    current_folder_first()
     found: Any = _imported(module_name, spelling)
     for word in name.split("."):
         if not hasattr(found, word):
@@ -36,6 +35,12 @@ def load_target(spelling: str) -> Any:
             raise ConfigError(f"{spelling}: {module_name} has no {name!r}{hint}")
         found = getattr(found, word)
     return found
+
+
+def current_folder_first() -> None:
+    """Modules of the current folder are found before all others."""
+    if sys.path[:1] not in ([""], [os.getcwd()]):
+        sys.path.insert(0, os.getcwd())
 
 
 def _imported(module_name: str, spelling: str) -> Any:

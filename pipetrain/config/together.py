@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from pipetrain.config.phases import phases_of, steps_of_phases
 from pipetrain.config.problem import ConfigError
-from pipetrain.config.records import WEIGHTS_IN, RunConfig
+from pipetrain.config.records import HUGGING_FACE, PYTHON, WEIGHTS_IN, RunConfig
 from pipetrain.config.schema import check_limits
 from pipetrain.schedule.policy import RecomputePolicy
 
@@ -65,6 +65,15 @@ def check_run(config: RunConfig) -> None:
             f"steps={config.steps} epochs={config.epochs:g}: both set the length of the run; give one, and type steps=null or epochs=null for the other"
         )
     phases_of(config)
+    if (
+        config.data.name == PYTHON
+        and config.model.name not in (PYTHON, HUGGING_FACE)
+        and config.model.vocab_size is None
+    ):
+        raise ConfigError(
+            f"model.vocab_size is not set: data=python does not say how many tokens there are, and model={config.model.name} has to know; "
+            "type model.vocab_size=32000, with your number"
+        )
     if config.model.dtype not in (None, "auto", WEIGHTS_IN[config.precision]):
         raise ConfigError(
             f"model.dtype={config.model.dtype}: precision={config.precision} trains {WEIGHTS_IN[config.precision]} weights; leave "

@@ -36,6 +36,9 @@ class Batches:
             self._shuffled
         )  # two: a batch may need the end of one epoch and the next
 
+    def close(self) -> None:
+        """Gives back what is held to read them: nothing."""
+
     @property
     def samples_per_epoch(self) -> int:
         """Samples that make one time through the data."""

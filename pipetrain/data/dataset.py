@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from pipetrain.config.problem import choice_error
-from pipetrain.config.records import STREAM, DataConfig
+from pipetrain.config.records import PYTHON, STREAM, DataConfig
 from pipetrain.config.schema import check_limits
 from pipetrain.data.batches import Batches, HeldoutBatches
 from pipetrain.data.corpus import files_at, find_files, memory_of, read_pieces, split_of
 from pipetrain.data.documents import check_datasets_installed
+from pipetrain.data.own import OwnData, check_own_data, sizes_of
 from pipetrain.data.samples import SampleSets, folder_samples, stream_samples, too_short
 from pipetrain.data.token_file import (
     TOKENS_JSON,
@@ -36,7 +37,7 @@ from pipetrain.data.tokenizing import WAIT_SECONDS, Tell, is_bytes, tokenized
 
 _LayOut = Callable[[DataConfig], SampleSets]  # samples of a length, of what was read
 
-_SOURCES = ("stdlib", "text", "jsonl", "hf", "memmap")
+_SOURCES = ("stdlib", "text", "jsonl", "hf", "memmap", PYTHON)
 _IN_MEMORY_BYTES = 2**28  # more text than that is a file in the cache even as bytes
 
 
@@ -74,6 +75,9 @@ def check_text(config: DataConfig, own_tokenizer: str | None = None) -> None:
     """Raise ValueError where there is nothing that makes a sample; the values of `config` were checked, each for itself."""
     if config.name not in _SOURCES:
         raise choice_error("data", config.name, _SOURCES)
+    if config.name == PYTHON:
+        check_own_data(config)
+        return
     _check_length(config)
     tokenizer = make_tokenizer(config, own_tokenizer)
     if config.name == "memmap":
@@ -96,7 +100,17 @@ def check_text(config: DataConfig, own_tokenizer: str | None = None) -> None:
 
 def make_data(config: DataConfig, seed: int, **how: Any) -> Data:
     """Find, read, tokenize and cut what `config` names, as `open_data`; `seed` orders the training samples and nothing else."""
+    if config.name == PYTHON:
+        check_data(config)
+        return own_data(config, OwnData(config, seed, sizes_of(config)))
     return open_data(config, seed, **how).cut(config)
+
+
+def own_data(config: DataConfig, own: OwnData) -> Data:
+    """The user's own data, in batches of the size in `config`."""
+    return Data(
+        own.batches(config), own.heldout(config), vocabulary_size=0, tokenizer=None, fingerprint=own.fingerprint
+    )
 
 
 class OpenData:

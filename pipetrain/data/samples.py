@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -109,7 +109,18 @@ class Documents:
         return int(self._part.ends[document - 1]) if document else 0, int(self._part.ends[document])
 
 
-Samples = Windows | Documents
+class Samples(Protocol):
+    """What batches are made of."""
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sample that are predicted; 1 where a sample is counted as one."""
+        ...
+
+    def __len__(self) -> int: ...
+    def take(self, indices: NDArray[np.int64], /) -> Batch:
+        """Those samples, in this order."""
+        ...
 
 
 class Packed(NamedTuple):

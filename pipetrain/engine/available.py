@@ -40,6 +40,10 @@ _TAKEN: dict[str, tuple[tuple[object, ...], str]] = {
     ),
     "model.compile": ((False,), "is run with layers as they are; use model.compile=false"),
     "model.name": (("llama", "gpt2"), "passes one tensor from stage to stage; use engine=native"),
+    "data.name": (
+        ("stdlib", "text", "jsonl", "hf", "memmap"),
+        "gives every rank the batch; use engine=native with data=python",
+    ),
     "phases": (((),), "trains the whole run by one plan; use phases=[]"),
 }
 

@@ -107,15 +107,14 @@ class NativeEngine:
     def evaluate(self, batches: Iterable[Batch]) -> float | None:
         total = num_counted = 0.0
         for batch in batches:
-            count = self._spec.count(batch.targets)
-            if not count:
-                continue
+            # of a rank that reads no targets the sum is not asked for
+            count = 0 if batch.targets is None else self._spec.count(batch.targets)
             # of fewer rows than replicas each evaluates all: the mean over what all of them counted is the same
             rows = num_rows(batch, "a batch")
             own = batch if rows is None or rows < self._pipeline.num_replicas else self._pipeline.own_rows(batch)
             with self._precision.context(self._device):
                 loss = self._pipeline.evaluate(*own)
-            total += float(loss) * count
+            total += float(loss) * count if count else 0.0
             num_counted += count
         return total / num_counted if num_counted else None
 

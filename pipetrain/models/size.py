@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from pipetrain.config.problem import choice_error
-from pipetrain.config.records import ModelConfig
+from pipetrain.config.records import PYTHON, ModelConfig
 from pipetrain.config.schema import check_limits
 
 
@@ -40,7 +40,13 @@ _HUGGING_FACE = ModelFamily(
     spec="pipetrain.models.hf.hf_spec:hf_spec",
     longest="pipetrain.models.hf.hf_size:longest_hf_sample",
 )
-MODEL_FAMILIES = {"llama": _TRANSFORMER, "gpt2": _TRANSFORMER, "hf": _HUGGING_FACE}
+_OWN = ModelFamily(
+    check="pipetrain.models.own_size:check_own",
+    size="pipetrain.models.own_size:own_size",
+    spec="pipetrain.models.own:own_spec",
+    longest="pipetrain.models.own_size:longest_own_sample",
+)
+MODEL_FAMILIES = {"llama": _TRANSFORMER, "gpt2": _TRANSFORMER, "hf": _HUGGING_FACE, PYTHON: _OWN}
 
 
 def family_of(config: ModelConfig) -> ModelFamily:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from pipetrain.config.records import ModelConfig
 from pipetrain.models.sharing import Tie, groups_of, overlaps, tied_parameters, ties_of
 from pipetrain.models.size import ModelSize, family_of, load_function
-from pipetrain.stage.seeding import generators_restored, weight_seed
+from pipetrain.stage.seeding import generators_restored, seed_generators, weight_seed
 from pipetrain.stage.stage import LossFn
 
 Layer = nn.Module | Callable[[], nn.Module]
@@ -101,9 +101,15 @@ def _make_logits(layer: nn.Module) -> None:
         layer.loss_makes_logits = False  # type: ignore[assignment]
 
 
-def make_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
-    """The model of the family of `model.name`. `vocabulary_size` is the tokenizer's; `model.vocab_size` wins. Raises ValueError: there is none."""
-    spec: ModelSpec = load_function(family_of(config).spec)(config, vocabulary_size)
+def make_spec(config: ModelConfig, vocabulary_size: int, seed: int = 0) -> ModelSpec:
+    """The model of the family of `model.name`. `vocabulary_size` is the tokenizer's; `model.vocab_size` wins. Raises ValueError: there is none.
+
+    A model whose layers are made here, and not when it is built, draws their weights from `seed`.
+    """
+    cpu = torch.device("cpu")
+    with generators_restored(cpu):
+        seed_generators(seed, cpu)
+        spec: ModelSpec = load_function(family_of(config).spec)(config, vocabulary_size)
     return spec
 
 

@@ -50,6 +50,7 @@ def plain_batch(inputs: Any, targets: Any) -> tuple[Any, Any]:
 
 # Keys of `model` that change no number of it (dtype belongs to `precision`), or are for models of others.
 NOT_OF_THE_MODEL = {"path", "revision", "weights", "dtype", "attention", "lora", "compile"}
+NOT_OF_THE_MODEL |= {"target", "args", "loss", "loss_args", "count", "count_args", "file_sha256"}
 
 
 def transformer_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:

@@ -17,7 +17,7 @@ from typing import Any
 
 from pipetrain.comm.coordinates import Grid
 from pipetrain.config.phases import naming_phase, phases_of
-from pipetrain.config.records import NATIVE, WEIGHTS_IN, RunConfig
+from pipetrain.config.records import NATIVE, PYTHON, WEIGHTS_IN, RunConfig
 from pipetrain.config.target import SCHEDULES, is_extension, load_extension
 from pipetrain.config.together import check_run, check_samples, check_schedule
 from pipetrain.engine.available import check_engine
@@ -96,6 +96,14 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
         edges=config.transport.backend,
     )
     plan, note = _balanced(config, plan, size)
+    if (
+        config.model.name == PYTHON
+        and pipeline.balance == "auto"
+        and config.plan.profile is None
+        and plan.num_stages > 1
+    ):
+        of = "numbers of layers" if size.flops_per_layer is None else "parameters"
+        note += f"{note and '; '}layers of model=python are balanced by {of}, until plan.profile names a file of `pipetrain profile`"
     tied, found = plan.tied_stages(size.tied), None
     # As it was asked for: of replicas that are `auto` one may be left, with nothing to share.
     check_engine(given, world.num_replicas, tied)
@@ -326,6 +334,8 @@ def _costs(config: RunConfig, num_stages: int, work: Sequence[float] | None = No
 def conditions_of(config: RunConfig) -> dict[str, Any]:
     """What times and bytes of layers depend on, by its key: they hold for a run that has the same. The number of replicas is known."""
     model = {f"model.{key}": value for key, value in asdict(config.model).items() if key not in _NO_WORK_OF_LAYERS}
+    if config.model.name != PYTHON:  # a profile of an older version does not have its keys
+        model = {key: value for key, value in model.items() if value != {}}
     installed = {"torch": version("torch")} if find_spec("torch") else {}  # a login node may have none
     replicas, microbatches = config.parallel.num_replicas, config.pipeline.num_microbatches
     assert isinstance(replicas, int)

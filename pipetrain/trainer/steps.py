@@ -56,6 +56,8 @@ class Tokens(NamedTuple):
 
 def tokens_of(batch: Batch, spec: ModelSpec) -> Tokens:
     """The tokens of a batch; `spec` knows which count."""
+    if batch.targets is None:  # this rank reads none
+        return Tokens(0, 0)
     leaves = pytree.tree_leaves(batch.targets)
     return Tokens(sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)), int(spec.count(batch.targets)))
 

@@ -16,7 +16,7 @@ CONFIG = [
     train("modell=gpt2", "modell:", "'model'"),
     train("model=gpt3", "model=gpt3", "gpt2"),
     train("model.name=lama", "model.name=lama", "did you mean 'llama'"),
-    train("data=wikitext", "data=wikitext", "memmap, stdlib, text"),
+    train("data=wikitext", "data=wikitext", "memmap, python, stdlib, text"),
     train("experiment=quikstart", "experiment=quikstart", "'quickstart'"),
     train("optim=sgd", "optim=sgd", "adamw"),
     train("transport=gloo", "transport=gloo", "auto, pinned, serial"),
@@ -74,6 +74,11 @@ RANGES = [
     train("threads_per_rank=99999999", "threads_per_rank=99999999", "1024 at most"),
     train("model.num_hidden_layers=99999999", "model.num_hidden_layers=99999999", "10000 at most"),
     train("model.rope_theta=inf", "model.rope_theta=inf", "finite"),
+    train("data=python data.target=torch.nn:Identity data.num_workers=-1", "data.num_workers=-1", "0 or more"),
+    train(
+        "model=python model.target=torch.nn:Identities", "model.target=torch.nn:Identities", "did you mean 'Identity'?"
+    ),
+    train("model=python model.target=torch.nn:Identity", "model.target=torch.nn:Identity", "cannot be cut"),
     train("data.eval_bytes=0", "data.eval_bytes=0", "1 or more"),
     train("pipeline.num_stages=99999999", "pipeline.num_stages=99999999", "4096 at most"),
     train("pipeline.stages_per_rank=99999999", "pipeline.stages_per_rank=99999999", "4096 at most"),

@@ -4,7 +4,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-from pipetrain.config.schema import keys
+from pipetrain.config.schema import is_free, keys
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -29,6 +29,7 @@ def test_pages_name_keys_that_exist() -> None:
     groups = "|".join(sorted({path.partition(".")[0] for path in known if "." in path}))
     for page in PAGES:
         named = set(re.findall(rf"(?<![\w.])((?:{groups})\.[a-z_.]*[a-z_])(?==)", page.read_text()))
+        named -= {path for path in named if is_free(path)}  # the user's own, as in model.args.width
         assert named - known.keys() - NOT_THERE == set(), page.name
 
 
@@ -37,5 +38,5 @@ def test_pages_choose_what_conf_has() -> None:
         folder.name: {file.stem for file in folder.iterdir()} for folder in (ROOT / "conf").iterdir() if folder.is_dir()
     }
     for page in PAGES:
-        for group, choice in re.findall(rf"(?<![\w./])({'|'.join(groups)})=([a-z\d][\w-]*)", page.read_text()):
+        for group, choice in re.findall(rf"(?<![\w./-])({'|'.join(groups)})=([a-z\d][\w-]*)", page.read_text()):
             assert choice in groups[group], f"{page.name}: {group}={choice}"

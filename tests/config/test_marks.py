@@ -86,11 +86,12 @@ def test_what_a_run_that_goes_on_must_keep() -> None:
     data = (
         "name subset split text_field tokenizer layout assistant_only_loss template_date item_type "
         "global_batch_size sequence_length "
-        "eval_split eval_fraction"
+        "eval_split eval_fraction target args collate file_sha256"
     )
     model = (
         "name num_hidden_layers hidden_size num_attention_heads num_key_value_heads intermediate_size "
-        "vocab_size max_position_embeddings rope_theta dropout norm_epsilon dtype attention lora.rank lora.targets lora.layers lora.alpha"
+        "vocab_size max_position_embeddings rope_theta dropout norm_epsilon dtype attention lora.rank lora.targets lora.layers lora.alpha "
+        "target args loss loss_args count count_args file_sha256"
     )
     expected = {
         "seed",

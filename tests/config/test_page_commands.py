@@ -3,12 +3,13 @@
 import importlib
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from pipetrain.cli.main import COMMANDS, Parser
+from pipetrain.cli.main import COMMANDS, Parser, all_overrides
 from pipetrain.cli.multirun import expand
 from pipetrain.config.load import load_config
 from pipetrain.config.together import check_run, check_schedule
@@ -45,13 +46,17 @@ COMMANDS_OF_PAGES = sorted({command for page in PAGES for command in commands_of
 
 
 @pytest.mark.parametrize("command", COMMANDS_OF_PAGES)
-def test_a_command_of_a_page_parses(command: str) -> None:
+def test_a_command_of_a_page_parses(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, *words = shlex.split(command)
     assert name in COMMANDS
     parser = Parser(allow_abbrev=False)
     importlib.import_module(f"pipetrain.cli.{name}_command").COMMAND.add_arguments(parser)
     arguments = parser.parse_intermixed_args(words)
-    overrides = getattr(arguments, "overrides", [])
+    monkeypatch.chdir(tmp_path)  # with the modules that pages speak of
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for module in ("mine", "my_model", "my_data"):
+        (tmp_path / f"{module}.py").touch()
+    overrides = all_overrides(arguments) if hasattr(arguments, "overrides") else []
     for job in expand(overrides):
         config = load_config(job.overrides)
         (check_run if name in ("train", "profile") else check_schedule)(config)

@@ -9,7 +9,7 @@ from pipetrain.models.size import check_model
 from pipetrain.models.transformer import transformer_layers
 
 REFUSED = {
-    "unknown name": ({"name": "lama"}, r"model.name=lama: allowed are llama, gpt2, hf; did you mean 'llama'\?"),
+    "unknown name": ({"name": "lama"}, r"model.name=lama: allowed are llama, gpt2, hf, python; did you mean 'llama'\?"),
     "path": ({"path": "saved"}, "model.path=saved: .* type model.path=null"),
     "no blocks": ({"num_hidden_layers": 0}, "model.num_hidden_layers=0: allowed is 1 or more"),
     "no mlp": ({"intermediate_size": 0}, "model.intermediate_size=0: allowed is 1 or more"),

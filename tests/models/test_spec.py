@@ -235,7 +235,7 @@ def test_a_family_of_its_own_trains_in_an_engine(mlp: RunConfig) -> None:
 def test_a_family_of_its_own_has_errors_of_its_own(mlp: RunConfig) -> None:
     with pytest.raises(ValueError, match=r"model.hidden_size=15 is odd"):
         size_of(dataclasses.replace(mlp.model, hidden_size=15))
-    with pytest.raises(ValueError, match=r"allowed are llama, gpt2, hf, mlp; did you mean 'mlp'"):
+    with pytest.raises(ValueError, match=r"allowed are llama, gpt2, hf, python, mlp; did you mean 'mlp'"):
         size_of(dataclasses.replace(mlp.model, name="mpl"))
 
 

@@ -13,8 +13,8 @@ MUTANTS = (
     Mutant(
         "values of a configuration stay for the next one",
         "pipetrain/config/load.py",
-        "copy.deepcopy(_composed(*(str(choice.input_line) for choice in chosen)))",
-        "_composed(*(str(choice.input_line) for choice in chosen))",
+        "copy.deepcopy(_composed(source, *(str(choice.input_line) for choice in chosen)))",
+        "_composed(source, *(str(choice.input_line) for choice in chosen))",
         ("tests/config/test_load.py", "-k", "none_of_the_next"),
     ),
     Mutant(

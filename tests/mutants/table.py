@@ -5,6 +5,7 @@ from mutants import (
     gradients,
     messages,
     models_and_data,
+    own_code,
     planning,
     runs,
     runtime,
@@ -26,5 +27,6 @@ _TABLES = (
     runs,
     planning,
     extensions,
+    own_code,
 )
 MUTANTS = tuple(mutant for table in _TABLES for mutant in table.MUTANTS)

@@ -1,0 +1,277 @@
+"""data=python: samples of a dataset that a function of the user's makes; their order and shares are those of all other data.
+
+    data.target ── in each process that reads ──► dataset ── sample by sample ──► data.collate ──► (inputs, targets) of a step
+
+The ranks of the first and the last stage read it; the others know how many samples there are.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from pipetrain.config.own_code import call_target, check_target, function_of, told_of
+from pipetrain.config.problem import ConfigError
+from pipetrain.config.records import DataConfig
+from pipetrain.data.batch import Batch, Share
+from pipetrain.data.batches import Batches, HeldoutBatches
+
+Sizes = tuple[int, int]  # samples for training, and held out
+
+
+class Unread:
+    """Samples that this rank does not need: their number alone."""
+
+    sequence_length = 1
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def take(self, _: NDArray[np.int64]) -> Batch:
+        """A batch of None."""
+        return Batch(None, None)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The samples of `dataset`, or of the one that the function at `spelling` makes: once in each process, when it is first read."""
+
+    key: str
+    spelling: str
+    args: Mapping[str, Any]
+    collate: str | None = None
+    size: int | None = None  # what rank 0 says
+    sequence_length = 1
+
+    def __len__(self) -> int:
+        return len(self.dataset) if self.size is None else self.size
+
+    @functools.cached_property
+    def dataset(self) -> Any:
+        """Raises ConfigError: there is none, it has no samples, or another number than on rank 0."""
+        made = _dataset_of(self.key, self.spelling, json.dumps(dict(self.args)))
+        if self.size is not None and len(made) != self.size:
+            raise ConfigError(
+                f"{self.key}={self.spelling}: has {len(made)} samples here and {self.size} on rank 0: every rank needs the same"
+            )
+        return made
+
+    def take(self, indices: NDArray[np.int64]) -> Batch:
+        """The samples in one batch. Raises ConfigError: one cannot be read, or they make no batch."""
+        return self.collated([self[index] for index in indices.tolist()])
+
+    def __getitem__(self, index: int) -> Any:
+        dataset = self.dataset
+        try:
+            return dataset[index]
+        except Exception as error:  # whatever the user's code raises
+            raise ConfigError(f"{self.key}={self.spelling}: sample {index} raises {told_of(error)}") from error
+
+    def collated(self, samples: list[Any]) -> Batch:
+        """Raises ConfigError: the samples make no batch."""
+        collate = default_collate if self.collate is None else function_of("data.collate", self.collate, {})
+        try:
+            batch = collate(samples)
+        except Exception as error:  # whatever the user's code raises
+            raise ConfigError(
+                f"{self.key}={self.spelling}: samples make no batch ({told_of(error)}): each must be the same tree of tensors of one "
+                "shape; or name a function from a list of samples to a batch, data.collate=my_package.data:collate"
+            ) from error
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise ConfigError(
+                f"{self.key}={self.spelling}: a sample must be the pair (inputs, targets), and a batch is a {type(batch).__name__}; name a "
+                "function that makes pairs, data.collate=my_package.data:collate"
+            )
+        return Batch(*batch)
+
+
+@functools.lru_cache(maxsize=2)  # for training and held out
+def _dataset_of(key: str, spelling: str, args: str) -> Any:
+    made = call_target(key, spelling, json.loads(args))
+    check_map_style(f"{key}={spelling}", made)
+    return made
+
+
+def check_map_style(called: str, dataset: Any) -> None:
+    """Raises ConfigError: it has no `__len__` and `__getitem__`, or no samples."""
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise ConfigError(
+            f"{called}: a {type(dataset).__name__} cannot be read at any place, so a run could not resume; give a dataset with __len__ "
+            "and __getitem__"
+        )
+    if not len(dataset):
+        raise ConfigError(f"{called}: the dataset has no samples")
+
+
+class OwnBatches(Batches):
+    """Batches that worker processes read ahead; without workers they are read when they are asked for."""
+
+    def __init__(self, samples: Any, batch_size: int, seed: int, num_workers: int, timeout_seconds: float) -> None:
+        super().__init__(samples, batch_size, seed)
+        self._reader, self._num_workers, self._timeout_seconds = samples, num_workers, timeout_seconds
+        self._next: tuple[int, Share | None] | None = None
+        self._loaded: Any = None  # an iterator of torch, while workers run
+
+    def batch_from(self, first: int, share: Share | None = None) -> Batch:
+        if not self._num_workers:
+            return super().batch_from(first, share)
+        if self._loaded is None or self._next != (first, share):  # the first, or after a rollback
+            self.close()
+            self._loaded = iter(self._loader(first, share))
+        try:
+            batch = next(self._loaded)
+        except ConfigError as error:  # of a worker: the last line of what torch makes of it
+            raise ConfigError(str(error).strip().splitlines()[-1].partition(": ")[2]) from error
+        except RuntimeError as error:  # a worker died, or did not answer in time
+            line = str(error).strip().splitlines()[0]
+            raise ConfigError(
+                f"data.num_workers={self._num_workers}: reading {self._reader.spelling}: {line}"
+            ) from error
+        self._next = first + self.batch_size, share
+        return Batch(*batch)
+
+    def _loader(self, first: int, share: Share | None) -> DataLoader[Any]:
+        return DataLoader(
+            self._reader,
+            batch_sampler=_Indices(self, first, share),
+            num_workers=self._num_workers,
+            collate_fn=self._reader.collated,
+            timeout=self._timeout_seconds,
+            worker_init_fn=functools.partial(_end_with, os.getpid()),
+            multiprocessing_context="forkserver",  # a rank holds threads of gloo, which a fork would not copy
+        )
+
+    def close(self) -> None:
+        """Ends the workers. An error may hold the iterator, which ends them only when it is deleted."""
+        if self._loaded is not None:
+            self._loaded._shutdown_workers()
+        self._loaded = None
+
+
+def _end_with(rank: int, _worker: int) -> None:
+    """In a worker: it ends when the process of the rank is gone, of which nobody else tells it where that was killed."""
+
+    def watch() -> None:
+        while Path(f"/proc/{rank}").exists():
+            time.sleep(1.0)
+        os._exit(1)
+
+    if Path("/proc/self").exists():
+        threading.Thread(target=watch, name="rank", daemon=True).start()
+
+
+@dataclass(frozen=True)
+class _Indices(Iterable[list[Any]]):
+    """Which samples make the batches from a place on, without end."""
+
+    batches: Batches
+    first: int
+    share: Share | None
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for first in itertools.count(self.first, self.batches.batch_size):
+            indices = self.batches.indices_from(first)
+            yield (indices if self.share is None else indices[self.share.rows_of(len(indices))]).tolist()
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """The user's datasets, to be read in batches of one size or of several. Ranks agree on `sizes`; one that does not read gets batches of
+    None."""
+
+    config: DataConfig
+    seed: int
+    sizes: Sizes
+    is_read: bool = True
+    timeout_seconds: float = 0.0
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for the same code with the same arguments and number of samples."""
+        config = self.config
+        named = [config.target, dict(config.args), config.collate, config.file_sha256, self.sizes[0]]
+        return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
+
+    def batches(self, config: DataConfig) -> OwnBatches:
+        """The batches of training."""
+        num_workers = config.num_workers if self.is_read else 0
+        return OwnBatches(self._samples[0], config.global_batch_size, self.seed, num_workers, self.timeout_seconds)
+
+    def heldout(self, config: DataConfig) -> HeldoutBatches:
+        """All held-out samples, in order; without `data.heldout_target` none."""
+        return HeldoutBatches(self._samples[-1], config.global_batch_size, self.sizes[1])
+
+    @functools.cached_property
+    def _samples(self) -> list[Reader | Unread]:
+        """For training and held out; phases have the same. Held out is what trains where there is nothing: none of it is read."""
+        if not self.is_read:
+            return [Unread(size) for size in self.sizes]
+        return [replace(reader, size=size) for reader, size in zip(_readers(self.config), self.sizes)]
+
+
+def _readers(config: DataConfig) -> list[Reader]:
+    assert config.target is not None, "it was checked"
+    readers = [Reader("data.target", config.target, config.args, config.collate)]
+    if config.heldout_target is not None:
+        readers.append(Reader("data.heldout_target", config.heldout_target, config.heldout_args, config.collate))
+    return readers
+
+
+def check_own_data(config: DataConfig) -> None:
+    """Whether there are such functions; none is called. Raises ConfigError: there are none, or they take other arguments."""
+    for reader in _readers(config):
+        check_target(reader.key, reader.spelling, reader.args)
+    if config.collate is not None:
+        function_of("data.collate", config.collate, {})
+
+
+def sizes_of(config: DataConfig) -> Sizes:
+    """How many samples there are. The datasets are made, and the first two samples of each make a batch.
+
+    Raises ConfigError: there is no dataset, it has no samples, or they make no batch.
+    """
+    sizes = []
+    for reader in _readers(config):
+        sizes.append(len(reader))
+        reader.take(np.arange(min(2, sizes[-1])))
+    return sizes[0], sum(sizes[1:])
+
+
+def batches(
+    dataset: Any,
+    batch_size: int,
+    *,
+    seed: int = 0,
+    first_step: int = 0,
+    collate: Callable[[list[Any]], Any] = default_collate,
+) -> Iterator[Any]:
+    """The batches that `pipetrain train data=python` takes from `dataset`, from step `first_step` (the first is 0) on, without end.
+
+    An epoch has all samples, each once, in the order `torch.randperm(len(dataset))` of a generator whose seed is that of the first 8 bytes
+    of the SHA-256 of "SEED/EPOCH". A batch reaches over the end of an epoch, so no sample is dropped.
+
+    Raises:
+        ValueError: the dataset has no `__len__` and `__getitem__`, or no samples.
+    """
+    check_map_style("dataset", dataset)
+    order = Batches(Unread(len(dataset)), batch_size, seed)
+    return (
+        collate([dataset[index] for index in order.indices_from(step * batch_size).tolist()])
+        for step in itertools.count(first_step)
+    )
