@@ -20,23 +20,23 @@ MOST_LINES = 500
 # the figure down.
 ROOMS = {
     "__init__.py": 78,
-    "cli": 1938,
+    "cli": 1951,
     "comm": 3830,
     "config": 1814,
     "data": 2450,
-    "engine": 1148,
+    "engine": 1151,
     "launcher": 820,
     "models": 3755,
-    "monitor": 3546,
+    "monitor": 3561,
     "optim": 330,
     "plan": 1350,
-    "runtime": 4831,
-    "schedule": 4988,
+    "runtime": 4843,
+    "schedule": 4993,
     "snapshot": 1455,
     "stage": 5100,
     "train.py": 320,
     "trainer": 1302,
-    "verify": 1160,
+    "verify": 1164,
 }
 # Files of the package that are longer than a file should be, and how long they may be until they are cut.
 LONG_FILES: dict[str, int] = {}

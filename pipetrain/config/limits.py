@@ -7,6 +7,7 @@ They are part of the type, for readers and for `schema.py`, which checks values 
 
 from __future__ import annotations
 
+import datetime
 import math
 import re
 from collections.abc import Callable
@@ -36,6 +37,14 @@ class Limit:
             _, _, allowed = self.told.partition("allowed is ")
             return f"{key}={shown(value)}: allowed is a finite number{allowed and ', ' + allowed}"
         return f"{key}={shown(value)}{self.told}{nearest(str(value), self.choices)}"
+
+
+def is_date(text: str) -> bool:
+    """Whether it is a day, as in 2026-11-25."""
+    try:
+        return bool(datetime.date.fromisoformat(text))
+    except ValueError:
+        return False
 
 
 def at_least(least: float, *, most: float = math.inf) -> Limit:

@@ -6,7 +6,6 @@ change it (`limits.py`). `together.py` checks keys that must fit each other.
 
 from __future__ import annotations
 
-import datetime
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from pipetrain.config.limits import (
     at_least,
     choice_of,
     each,
+    is_date,
     matching,
     more_than,
     only,
@@ -45,13 +45,6 @@ ITEM_TYPES = ("uint16", "uint32", "int32")
 _LARGEST = 2**63 - 1  # the largest integer that torch takes
 _MOST_STAGES = 4096  # of a schedule, and so of ranks
 _YEAR = 366 * 24 * 3600  # seconds
-
-
-def _is_date(text: str) -> bool:
-    try:
-        return bool(datetime.date.fromisoformat(text))
-    except ValueError:
-        return False
 
 
 Count = Annotated[int, at_least(1, most=_LARGEST)]
@@ -138,7 +131,7 @@ _HeldOut = Annotated[
         " is a share of the bytes: at least 0 (nothing is held out), below 1; the default is 0.1",
     ),
 ]
-_Date = Annotated[str, Limit(_is_date, ": allowed is a date, as in 2026-01-31")]
+_Date = Annotated[str, Limit(is_date, ": allowed is a date, as in 2026-01-31")]
 
 
 _AssistantOnly = Annotated[
