@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pipetrain.config.load import read
 from pipetrain.config.phases import phases_of
 from pipetrain.config.records import NATIVE, RunConfig
+from pipetrain.config.target import SCHEDULES, is_extension
 from pipetrain.models.size import size_of
 from pipetrain.monitor.draw.table import printable, size
 from pipetrain.monitor.folder import RunFolder
@@ -78,6 +79,8 @@ def _measured(folder: RunFolder) -> tuple[RunConfig, Plan, Costs]:
     if costs is None or (phases[-1].config.pipeline.schedule == AUTO and not own.schedule.is_file()):
         raise ValueError(f"{own.profile}: does not say what ops took")
     config = phases[-1].config
+    if config.pipeline.on_call is not None or is_extension(config.pipeline.schedule, SCHEDULES):
+        raise ValueError(f"{own.plan}: was made by the user's code, which a run folder may not name")
     pipeline = replace(
         config.pipeline,
         schedule=str(own.schedule) if config.pipeline.schedule == AUTO else config.pipeline.schedule,
