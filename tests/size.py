@@ -20,7 +20,7 @@ MOST_LINES = 500
 # the figure down.
 ROOMS = {
     "__init__.py": 78,
-    "cli": 1951,
+    "cli": 1954,
     "comm": 3830,
     "config": 1814,
     "data": 2450,

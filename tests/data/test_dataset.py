@@ -144,7 +144,7 @@ REFUSED = {
     "tokenizer": ({"tokenizer": "bite"}, r"data.tokenizer=bite: this is no folder here, .* did you mean 'byte'\?"),
     "name": (
         {"name": "stdlb"},
-        r"data=stdlb: allowed are stdlib, text, jsonl, hf, memmap; did you mean 'stdlib'\?",
+        r"data=stdlb: allowed are stdlib, text, jsonl, hf, memmap, python; did you mean 'stdlib'\?",
     ),
     "path of stdlib": ({"name": "stdlib"}, "is for your own text: type data=text data.path="),
     "no path": ({"path": None}, "data.path is not set: .* type data.path=FILE_OR_FOLDER"),

@@ -134,10 +134,6 @@ def test_a_rank_between_the_first_and_the_last_reads_nothing(folder: pathlib.Pat
     ("typed", "says"),
     [
         (["data.args.size=0"], "data.target=pairs:Pairs: the dataset has no samples"),
-        (
-            ["model.loss=torch.nn.functional.cross_entropy", "model.loss_args.reduction=none"],
-            "it must return a 0-dim tensor",
-        ),
     ],
 )
 def test_what_only_a_rank_can_find_out_is_one_line_and_exit_code_2(
