@@ -26,7 +26,7 @@ from pipetrain.comm.own_device import set_variables_of_gpus
 from pipetrain.comm.transport import PINNED
 from pipetrain.config.load import as_yaml, load, read
 from pipetrain.config.phases import Phase, naming_phase, phases_of
-from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, RunConfig
+from pipetrain.config.records import HUGGING_FACE, NATIVE, WEIGHTS_IN, RunConfig
 from pipetrain.config.together import check_run, with_steps
 from pipetrain.data.batches import PhasedBatches
 from pipetrain.data.dataset import Data, open_data
@@ -81,6 +81,7 @@ def train(config: RunConfig) -> Outcome:
             joined = join_group(
                 timeout_seconds=config.timeout_seconds,
                 starts_alone=True,
+                uses_torch=config.engine.name != NATIVE,
                 shares_gpus=config.transport.backend == PINNED,
                 num_replicas=world.num_replicas,
                 order=config.parallel.order,

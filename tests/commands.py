@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -71,8 +72,11 @@ def wait_until(ready: Callable[[], bool], process: Process) -> None:
 
 def children_of(pid: int) -> list[int]:
     """The processes that `pid` has started: under torchrun, the ranks."""
-    tasks = pathlib.Path(f"/proc/{pid}/task").glob("*/children")
-    return sorted(int(child) for task in tasks for child in task.read_text().split())
+    children: list[int] = []
+    for task in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # of a thread that has ended meanwhile
+            children += map(int, task.read_text().split())
+    return sorted(children)
 
 
 def is_alive(pid: int) -> bool:

@@ -16,6 +16,9 @@ class Unreachable(ConnectionError):
     """The message says which address, from which address of this machine, for how long, and what to look at."""
 
 
+STORE_VARIABLE = "PIPETRAIN_STORE"  # the file at which the ranks of one machine meet, which nobody else can open
+
+
 def is_rank() -> bool:
     """Whether somebody (torchrun, a SLURM script) has started this process as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -6,6 +6,7 @@ Of two ranks: the chain and the stage edges on a CPU. Of several in a ring: thos
 from __future__ import annotations
 
 import functools
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store, Work
 
 from pipetrain.comm.failure import Monitor, PipelineError
+from pipetrain.comm.ports import close_ports, opened_ports
 from pipetrain.comm.torch_distributed import connecting_on_use
 
 # How long a transfer itself may take. Whoever needs its result times out much earlier and says so; this only has to be
@@ -110,7 +112,7 @@ def make_pair(store: Store, name: str, place: int, timeout_seconds: float) -> Pa
         PipelineError: the other rank did not come.
     """
     with _naming(name, timeout_seconds, "the other rank"):
-        return ProcessGroupGloo(PrefixStore(name, store), place, 2, timedelta(seconds=timeout_seconds))  # type: ignore[return-value]
+        return _connected(store, name, place, 2, timedelta(seconds=timeout_seconds))
 
 
 def make_ring(store: Store, name: str, place: int, num_ranks: int, timeout_seconds: float) -> Pair:
@@ -122,13 +124,36 @@ def make_ring(store: Store, name: str, place: int, num_ranks: int, timeout_secon
     """
     if num_ranks == 2:
         return make_pair(store, name, place, timeout_seconds)
-    options = AllreduceOptions()
-    options.timeout = timedelta(seconds=timeout_seconds)
-    with _naming(name, timeout_seconds, f"one of {num_ranks} ranks"):
-        with connecting_on_use():
-            ring: Pair = ProcessGroupGloo(PrefixStore(name, store), place, num_ranks, options.timeout)  # type: ignore[assignment]
-        ring.allreduce([torch.zeros(1)], options).wait(options.timeout)  # now, and not in a step
-        return ring
+    with _naming(name, timeout_seconds, f"one of {num_ranks} ranks"), connecting_on_use():
+        return _connected(store, name, place, num_ranks, timedelta(seconds=timeout_seconds))
+
+
+def _connected(store: Store, name: str, place: int, num_ranks: int, timeout: timedelta) -> Pair:
+    """A group whose members have come, and at whose port nobody else can. It opens when all are there: a port that waits is found."""
+    store = PrefixStore(name, store)
+    store.set(f"here/{place}", "")
+    store.wait([f"here/{other}" for other in range(num_ranks)], timeout)
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    with opened_ports() as ports:
+        options._devices = _devices()
+    try:
+        group: Pair = ProcessGroupGloo(store, place, num_ranks, options)  # type: ignore[assignment]
+        if num_ranks > 2:  # their connections are made on use: now, and not in a step
+            reduces = AllreduceOptions()
+            reduces.timeout = timeout
+            group.allreduce([torch.zeros(1)], reduces).wait(timeout)
+    finally:
+        close_ports(ports)
+    return group
+
+
+def _devices() -> list[ProcessGroupGloo.Device]:
+    """The network devices that torch itself would choose."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if names:
+        return [ProcessGroupGloo.create_device(interface=name) for name in names.split(",")]
+    return [ProcessGroupGloo.create_default_device()]
 
 
 @contextmanager

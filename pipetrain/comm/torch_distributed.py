@@ -10,23 +10,24 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, ProcessGroup, Store
+from torch.distributed import FileStore, HashStore, PrefixStore, ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipetrain.comm.address import Unreachable, check_can_listen, explain_unreachable, is_rank, wait_for
+from pipetrain.comm.address import STORE_VARIABLE, Unreachable, check_can_listen, explain_unreachable, is_rank, wait_for
 from pipetrain.comm.coordinates import REPLICA_STAGE, STAGE_REPLICA, Grid
 from pipetrain.comm.failure import PipelineError
+from pipetrain.comm.ports import closing_ports
 from pipetrain.comm.versions import check_same
 
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 REPLICA, STAGE, TENSOR = "replica", "stage", "tensor"
 
 
-def start_torch_distributed(device: torch.device, timeout_seconds: float) -> None:
+def start_torch_distributed(device: torch.device, timeout_seconds: float, *, is_used: bool = True) -> None:
     """Initialise torch.distributed from torchrun's variables, or for this process alone where there are none.
 
-    Its process group connects nobody until somebody uses it. We do not: gloo would connect every rank with every other,
-    and what a rank opens must not grow with their number.
+    On one machine its process group connects every rank with every other, and closes its port. Over machines it connects two ranks
+    when they first talk: what a rank opens must not grow with their number. Unless it `is_used`, nobody ever connects there.
 
     Raises:
         ValueError: the ranks have different versions of what they run on.
@@ -40,8 +41,24 @@ def start_torch_distributed(device: torch.device, timeout_seconds: float) -> Non
     else:
         rank, size, store = 0, 1, HashStore()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-    with connecting_on_use():
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+    with contextlib.ExitStack() as stack:
+        if not is_on_one_machine():
+            stack.enter_context(connecting_on_use())
+        if is_on_one_machine() or not is_used:
+            stack.enter_context(closing_ports())
+        try:
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+        except RuntimeError as error:
+            missing = (
+                f"rank {rank} could not connect to every other rank within {timeout_seconds:g} s (timeout_seconds)"
+            )
+            raise PipelineError(f"{missing}: one of them has ended, see its own output ({error})") from error
+
+
+def is_on_one_machine() -> bool:
+    """Whether all ranks are, as far as their launcher says."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    return os.environ.get("LOCAL_WORLD_SIZE", "1" if size == "1" else "") == size
 
 
 @contextlib.contextmanager
@@ -81,6 +98,10 @@ def _store(timeout: timedelta) -> Store:
     ValueError: who started the ranks did not say where they meet.
     PipelineError: the address is taken, cannot be reached, or not all ranks came to it.
     """
+    if (file := os.environ.get(STORE_VARIABLE)) is not None:
+        shared = FileStore(file, int(os.environ["WORLD_SIZE"]))
+        shared.set_timeout(timeout)
+        return shared
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise ValueError(
@@ -156,7 +177,7 @@ def grid_of_mesh(mesh: DeviceMesh) -> Grid:
 def make_mesh(grid: Grid, rank: int, members: list[int], device_type: str, timeout_seconds: float) -> DeviceMesh:
     """A mesh of `grid`, in which torch.distributed knows rank r as `members[r]`. Collective.
 
-    Its groups connect two ranks when these first talk to each other, and are made by their own ranks alone: the other ranks of
+    Its groups connect as that of `start_torch_distributed` does, and are made by their own ranks alone: the other ranks of
     torch.distributed need not come.
     """
     groups = [_group_of(grid.ranks_of_stage(rank), members, timeout_seconds)]
@@ -170,7 +191,7 @@ def make_mesh(grid: Grid, rank: int, members: list[int], device_type: str, timeo
 
 def _group_of(ranks: tuple[int, ...], members: list[int], timeout_seconds: float) -> ProcessGroup:
     timeout = timedelta(seconds=timeout_seconds)
-    with connecting_on_use():
+    with closing_ports() if is_on_one_machine() else connecting_on_use():
         made: ProcessGroup = dist.new_group(
             [members[rank] for rank in ranks], timeout=timeout, use_local_synchronization=True
         )

@@ -12,7 +12,8 @@ from types import FrameType
 from pipetrain.config.records import ClusterConfig, PipelineConfig
 from pipetrain.launcher.outcome import SIGNALS, Exit
 
-# What torchrun may treat in its own way: it would end without the other machines, whose torchruns then wait five minutes for it.
+# What torch may treat in its own way, by ending the ranks at once: torchrun would do so without the other machines, whose torchruns then wait
+# five minutes for it.
 SIGNALS_OF_TORCHRUN = "SIGHUP,SIGQUIT"
 
 
@@ -34,13 +35,14 @@ class Nodes:
     timeout_seconds: float  # how long one waits for the others
 
     def torchrun_options(self) -> list[str]:
-        """What torchrun gets instead of `--standalone`."""
+        """What torchrun gets besides the ranks of this machine and what they run."""
         wait = int(self.timeout_seconds)
         common = [
             f"--nnodes={self.num_nodes}",
             f"--rdzv-endpoint={self.rendezvous}",
             "--rdzv-id=pipetrain",
             f"--signals-to-handle={SIGNALS_OF_TORCHRUN}",
+            f"--log-dir={os.devnull}",  # ranks write to the terminal, and none is left where torchrun is killed
         ]
         if self.node_rank is None:
             # Before the first machine is up there is nothing to connect to, which counts as reading.

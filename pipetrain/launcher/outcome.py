@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
+from pipetrain.launcher.folder import hold
+
 FOLDER_VARIABLE = "PIPETRAIN_OUTCOME_DIR"  # set by the launcher for its ranks
 LAUNCHER_VARIABLE = "PIPETRAIN_LAUNCHER"  # its process id, likewise
 _RUN_DIR = "run-dir"
@@ -48,7 +50,9 @@ def has_launcher() -> bool:
 
 
 def announce(rank: int) -> None:
-    """Tells the launcher which process `rank` is, so that it can end it at once."""
+    """Tells the launcher which process `rank` is, so that it can end it at once. What they share stays until both are gone."""
+    if has_launcher():
+        hold(Path(os.environ[FOLDER_VARIABLE]))
     _tell_launcher(f"process-{rank:04d}", str(os.getpid()))
 
 
