@@ -17,13 +17,15 @@ Process = subprocess.Popen  # of text
 PIPETRAIN = [sys.executable, "-m", "pipetrain.cli", "train"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
+KEY = {"PIPETRAIN_RENDEZVOUS_KEY": "the key of all tests"}  # of machines that meet
+
 
 def environment() -> dict[str, str]:
     """The package from this checkout, wherever a command starts; and nothing of a launcher that runs the tests."""
     root = str(pathlib.Path(__file__).resolve().parents[1])
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     kept = {key: value for key, value in os.environ.items() if key not in hidden and not key.startswith("SLURM_")}
-    return {**kept, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return {**kept, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **KEY}
 
 
 def begin(folder: pathlib.Path, command: list[str], **variables: str) -> Process:

@@ -166,7 +166,7 @@ def join_group(
     timeout_seconds: float,
     starts_alone: bool = False,
     shares_gpus: bool = False,
-    uses_torch: bool = True,
+    uses_torch: bool | None = None,
     num_replicas: int = 1,
     order: str = REPLICA_STAGE,
     mesh: object = None,
@@ -175,7 +175,7 @@ def join_group(
 
     They make `num_replicas` replicas, in an `order` of `coordinates.ORDERS`; or they are those of a `mesh` of torch.distributed with
     the dimensions `replica` and `stage`, which then says both. Collective over these ranks. torch.distributed is started from torchrun's variables where nobody has; without them only if
-    it `starts_alone`, for who uses it beside the group; unless it `uses_torch` nobody does. `device`, `shares_gpus`: see `choose_device`.
+    it `starts_alone`, for who uses it beside the group, and `uses_torch` says whether somebody does. `device`, `shares_gpus`: see `choose_device`.
 
     Raises:
         ValueError: this process is not in `process_group`, or the ranks make no such replicas; they have different versions of what

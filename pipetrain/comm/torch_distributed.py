@@ -23,11 +23,12 @@ _LAZY = "TORCH_GLOO_LAZY_INIT"
 REPLICA, STAGE, TENSOR = "replica", "stage", "tensor"
 
 
-def start_torch_distributed(device: torch.device, timeout_seconds: float, *, is_used: bool = True) -> None:
+def start_torch_distributed(device: torch.device, timeout_seconds: float, *, is_used: bool | None = None) -> None:
     """Initialise torch.distributed from torchrun's variables, or for this process alone where there are none.
 
-    On one machine its process group connects every rank with every other, and closes its port. Over machines it connects two ranks
-    when they first talk: what a rank opens must not grow with their number. Unless it `is_used`, nobody ever connects there.
+    On one machine its process group connects every rank with every other, and closes its port. So it does over machines
+    if it `is_used`; if not, nobody ever connects there. Where that is not known, two ranks connect when they first talk: what a rank opens
+    must not grow with their number.
 
     Raises:
         ValueError: the ranks have different versions of what they run on.
@@ -42,9 +43,9 @@ def start_torch_distributed(device: torch.device, timeout_seconds: float, *, is_
         rank, size, store = 0, 1, HashStore()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     with contextlib.ExitStack() as stack:
-        if not is_on_one_machine():
+        if not is_on_one_machine() and not is_used:
             stack.enter_context(connecting_on_use())
-        if is_on_one_machine() or not is_used:
+        if is_on_one_machine() or is_used is not None:
             stack.enter_context(closing_ports())
         try:
             dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
@@ -53,6 +54,17 @@ def start_torch_distributed(device: torch.device, timeout_seconds: float, *, is_
                 f"rank {rank} could not connect to every other rank within {timeout_seconds:g} s (timeout_seconds)"
             )
             raise PipelineError(f"{missing}: one of them has ended, see its own output ({error})") from error
+
+
+def all_gather_bytes(own: bytes, group: ProcessGroup | None = None) -> list[bytes]:
+    """What each rank of a gloo group gives, on every rank; nothing is unpickled. Collective."""
+    size = dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(own)]), group=group)
+    longest = max(int(length) for length in lengths)
+    parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(parts, torch.frombuffer(bytearray(own.ljust(longest, b"\0")), dtype=torch.uint8), group=group)
+    return [part.numpy().tobytes()[: int(length)] for part, length in zip(parts, lengths)]
 
 
 def is_on_one_machine() -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pipetrain.comm.address import STORE_VARIABLE, check_a_port_is_free, is_rank
 from pipetrain.launcher.folder import own_folder
-from pipetrain.launcher.nodes import SIGNALS_OF_TORCHRUN, EndedEarly, Nodes, passing_signals_on
+from pipetrain.launcher.nodes import SIGNALS_OF_TORCHRUN, EndedEarly, Nodes, passing_signals_on, read_key
 from pipetrain.launcher.outcome import (
     FOLDER_VARIABLE,
     LAUNCHER_VARIABLE,
@@ -31,6 +31,7 @@ from pipetrain.launcher.outcome import (
     processes,
     run_dir_of,
 )
+from pipetrain.launcher.signed import register
 
 # What ranks get to end a step and write their report before they are killed.
 GRACE_SECONDS = 120
@@ -64,9 +65,11 @@ def launch(
     same; where all went well, only the one with rank 0 has a message.
 
     Raises:
-        ValueError: the ranks could not meet, for this machine has no free port.
+        ValueError: the ranks could not meet, for this machine has no free port, or no key for the rendezvous with others.
     """
     check_a_port_is_free()
+    if nodes is not None and nodes.node_rank is None:
+        read_key()  # before anybody waits for anybody
     with own_folder() as folder:
         _prepare_environment(folder, threads_per_rank)
         if nodes is None and _LOOPBACK in (name for _, name in socket.if_nameindex()):
@@ -141,6 +144,7 @@ def _run_torchrun(module: str, arguments: Sequence[str], num_ranks: int, nodes: 
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     _silence_torch()
+    register()
     options = [*nodes.torchrun_options(), f"--nproc-per-node={num_ranks}", "--max-restarts=0", "-m", module]
     try:
         torchrun.main([*options, *arguments])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 from pipetrain.config.records import ClusterConfig, PipelineConfig
@@ -15,6 +17,35 @@ from pipetrain.launcher.outcome import SIGNALS, Exit
 # What torch may treat in its own way, by ending the ranks at once: torchrun would do so without the other machines, whose torchruns then wait
 # five minutes for it.
 SIGNALS_OF_TORCHRUN = "SIGHUP,SIGQUIT"
+
+BACKEND = "pipetrain"  # of torchrun's rendezvous, in `signed.py`
+KEY_VARIABLE = "PIPETRAIN_RENDEZVOUS_KEY"
+KEY_FILE_VARIABLE = "PIPETRAIN_RENDEZVOUS_KEY_FILE"
+_KEY_FILE = "~/.config/pipetrain/rendezvous.key"
+_LEAST_KEY_BYTES = 16
+
+
+def read_key() -> bytes:
+    """What machines sign their rendezvous with: of the environment, or of a file that only its owner can read.
+
+    Raises:
+        ValueError: there is none, it is short, or others can read it.
+    """
+    given = os.environ.get(KEY_VARIABLE)
+    path = Path(os.environ.get(KEY_FILE_VARIABLE, _KEY_FILE)).expanduser()
+    make = f"umask 077; mkdir -p {path.parent}; head -c 32 /dev/urandom | base64 > {path}"
+    if given is None and not path.is_file():
+        raise ValueError(
+            f"machines sign their rendezvous, and there is no key: set {KEY_VARIABLE}, or make {path} ({make}) and copy it to every "
+            "machine with mode 0600"
+        )
+    if given is None and stat.S_IMODE(path.stat().st_mode) & 0o077:
+        raise ValueError(f"{path}: others can read this key; chmod 600 {path}, or make another")
+    key = path.read_bytes().strip() if given is None else given.encode()
+    if len(key) < _LEAST_KEY_BYTES:
+        where = KEY_VARIABLE if given is not None else path
+        raise ValueError(f"{where} has {len(key)} bytes, at least {_LEAST_KEY_BYTES} are needed; {make}")
+    return key
 
 
 class EndedEarly(Exception):
@@ -47,7 +78,7 @@ class Nodes:
         if self.node_rank is None:
             # Before the first machine is up there is nothing to connect to, which counts as reading.
             waits = f"--rdzv-conf=join_timeout={wait},read_timeout={wait}"
-            return [*common, "--rdzv-backend=c10d", waits]
+            return [*common, f"--rdzv-backend={BACKEND}", waits]
         return [*common, "--rdzv-backend=static", f"--node-rank={self.node_rank}", f"--rdzv-conf=timeout={wait}"]
 
     def did_not_meet(self, reason: BaseException) -> str:

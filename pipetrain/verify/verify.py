@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
 from pipetrain.comm.failure import PipelineError
+from pipetrain.comm.torch_distributed import all_gather_bytes
 from pipetrain.config.records import ModelConfig
 from pipetrain.data.batch import Batch
 from pipetrain.models.spec import ModelSpec, make_spec, spec_of
@@ -138,9 +139,8 @@ def _rank(rank: int, num_ranks: int, num_replicas: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     found = []
     for case in cases(num_ranks, num_replicas):
-        everywhere: list[Any] = [None] * num_ranks
-        dist.all_gather_object(everywhere, _differences(case))
-        differ = [difference for here in everywhere for difference in here]
+        everywhere = all_gather_bytes(json.dumps(_differences(case)).encode())
+        differ = [difference for here in everywhere for difference in json.loads(here)]
         largest = max((size for _, size in differ), default=0.0)
         found.append((differ[0][0] if differ else None, largest))
     if rank == 0:

@@ -1,11 +1,18 @@
 """Nothing that a stranger on the machine sends is executed, and no connection of theirs holds up a run."""
 
+import os
 import pathlib
+import socket
+import tempfile
 
-from commands import PIPETRAIN, begin, end
+import pytest
+from commands import PIPETRAIN, begin, end, wait_until
 from resumed import metrics_of, num_steps_of
 from small_text import make_text
 from strangers import disturb, forge, num_descriptors, ports_of, run_of
+
+from pipetrain.launcher.folder import hold, own_folder
+from pipetrain.launcher.nodes import read_key
 
 RUN = [*PIPETRAIN, "experiment=smoke"]
 NUM_CONNECTIONS = 10_000
@@ -24,12 +31,61 @@ def test_a_forged_pickle_is_not_executed(tmp_path: pathlib.Path) -> None:
     assert answers == 0, "a store of the run is open to others"
 
 
+def test_a_forged_pickle_is_not_executed_where_machines_meet(tmp_path: pathlib.Path) -> None:
+    """torch's own rendezvous runs it within five seconds; here the machine that waits for another says that it was not signed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    where = ["cluster.num_nodes=2", "cluster.ranks_per_node=1", f"cluster.rendezvous=127.0.0.1:{port}"]
+    process = begin(tmp_path, [*RUN, "run_dir=run", *make_text(tmp_path / "text"), *where])
+    wait_until(lambda: port in ports_of([process.pid]) and forge(port, f"touch {tmp_path}/executed") > 0, process)
+    code, stderr = end(process)
+    assert not (tmp_path / "executed").exists()
+    assert code == 1
+    assert "is not signed with the key of this machine" in stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("key", "mode", "says"),
+    [
+        (None, 0, "there is no key: set PIPETRAIN_RENDEZVOUS_KEY"),
+        ("k" * 32, 0o644, "others can read this key"),
+        ("short", 0o600, "has 5 bytes"),
+    ],
+)
+def test_a_key_that_is_none_is_refused(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, key: str | None, mode: int, says: str
+) -> None:
+    monkeypatch.delenv("PIPETRAIN_RENDEZVOUS_KEY", raising=False)
+    monkeypatch.setenv("PIPETRAIN_RENDEZVOUS_KEY_FILE", str(tmp_path / "key"))
+    if key is not None:
+        (tmp_path / "key").write_text(key)
+        (tmp_path / "key").chmod(mode)
+    with pytest.raises(ValueError, match=says):
+        read_key()
+
+
+def test_a_folder_that_nobody_holds_is_swept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a launcher that was killed leaves it; one in which a rank still is stays."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, held = tmp_path / "pipetrain-run-left", tmp_path / "pipetrain-run-held"
+    for folder in (left, held):
+        folder.mkdir(0o700)
+    descriptor = hold(held)
+    with own_folder() as own:
+        assert sorted(tmp_path.iterdir()) == sorted([held, own])
+        assert own.stat().st_mode & 0o777 == 0o700
+    os.close(descriptor)
+    assert list(tmp_path.iterdir()) == [held]
+
+
 def most_descriptors(pid: int, before: dict[int, int]) -> dict[int, int]:
     """The most that each process of the run has had, by its place in it."""
     now = {at: num_descriptors(one) for at, one in enumerate(run_of(pid))}
     return {at: max(now.get(at, 0), before.get(at, 0)) for at in now | before}
 
 
+@pytest.mark.slow
 def test_strangers_who_connect_change_nothing(tmp_path: pathlib.Path) -> None:
     """At each port that the run has had, from the start of its processes; and once the steps have begun it has none."""
     text = [*make_text(tmp_path / "text"), "steps=150"]

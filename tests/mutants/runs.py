@@ -4,6 +4,34 @@ from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a state of the rendezvous is unpickled without its signature",
+        "pipetrain/launcher/signed.py",
+        "if not hmac.compare_digest(signed[:_SIGNATURE_BYTES], signature(state)):",
+        "if False:",
+        ("tests/launch/test_strangers.py", "-k", "where_machines_meet"),
+    ),
+    Mutant(
+        "a key that others can read is taken",
+        "pipetrain/launcher/nodes.py",
+        "& 0o077:",
+        "& 0:",
+        ("tests/launch/test_strangers.py", "-k", "key_that_is_none"),
+    ),
+    Mutant(
+        "a folder in which a rank still is goes",
+        "pipetrain/launcher/folder.py",
+        "    fcntl.flock(descriptor, fcntl.LOCK_SH)\n",
+        "",
+        ("tests/launch/test_strangers.py", "-k", "nobody_holds"),
+    ),
+    Mutant(
+        "the ports of connected groups stay open",
+        "pipetrain/comm/courier.py",
+        "        close_ports(ports)\n",
+        "        pass\n",
+        ("tests/launch/test_strangers.py", "-k", "who_connect"),
+    ),
+    Mutant(
         "a rank that a signal killed is not told",
         "pipetrain/launcher/launch.py",
         "Outcome(0, Exit.FAILED, killed, run_dir)",

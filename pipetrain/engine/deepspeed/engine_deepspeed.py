@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,6 +25,8 @@ from torch import Tensor
 from pipetrain.comm.coordinates import Coordinates, Grid
 from pipetrain.comm.device import device_of
 from pipetrain.comm.failure import PipelineError
+from pipetrain.comm.ports import closing_ports
+from pipetrain.comm.torch_distributed import all_gather_bytes
 from pipetrain.config.records import RunConfig
 from pipetrain.data.batch import Batch
 from pipetrain.engine.deepspeed.environment import import_deepspeed, join_world, quiet_stdout
@@ -79,7 +82,8 @@ class DeepSpeedEngine:
         self._step = 0
         timeout = timedelta(seconds=config.timeout_seconds)
         deepspeed = import_deepspeed(device)
-        self._group = dist.new_group(backend="gloo", timeout=timeout)  # for figures, on the host
+        with closing_ports():
+            self._group = dist.new_group(backend="gloo", timeout=timeout)  # for figures, on the host
         with quiet_stdout(), generators_restored(device):
             join_world(deepspeed, timeout)
             from pipetrain.engine.deepspeed.sharded import ShardedAdamW
@@ -206,7 +210,8 @@ class DeepSpeedEngine:
         first = [self._rank_of(stage, 0) for stage in range(self._grid.stage)]
 
         def exchange(own: bytes) -> list[bytes]:
-            parts = self._of_all(own)
+            with self._naming_a_loss():
+                parts = all_gather_bytes(own, self._group)
             return [parts[rank] for rank in first]
 
         parameters = {self._at.stage: [parameter for _, parameter in self._model.named_parameters()]}
@@ -216,11 +221,9 @@ class DeepSpeedEngine:
         return self._grid.rank_of(Coordinates(replica, stage, 0))
 
     def _of_all(self, value: _T) -> list[_T]:
-        """What each rank gives, on every rank. Collective."""
-        values: list[_T] = [value] * self._num_ranks
+        """What each rank gives of what JSON knows, on every rank. Collective."""
         with self._naming_a_loss():
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+            return [json.loads(part) for part in all_gather_bytes(json.dumps(value).encode(), self._group)]
 
     def _cut(self, batch: Batch) -> list[_Microbatch]:
         """Microbatches of one size, as DeepSpeed's buffers need: the last one of an evaluation is padded with rows that do not count.

@@ -96,8 +96,8 @@ class ShardedAdamW:
             numbers[id(weight)]: float(torch.linalg.vector_norm(piece)) for piece, weight in self._gradients()
         }
         pieces: dict[tuple[int, int], list[float]] = {}
-        for of_stage, norms in of_all((stage, own)):
-            for number, norm in norms.items():
+        for of_stage, norms in of_all((stage, list(own.items()))):
+            for number, norm in norms:
                 pieces.setdefault((of_stage, number), []).append(norm)
         # One piece is the gradient: then the norm is that of a model in one piece, bit for bit.
         norms = [norms[0] if len(norms) == 1 else math.hypot(*norms) for _, norms in sorted(pieces.items())]
