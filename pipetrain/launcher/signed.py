@@ -1,6 +1,6 @@
 """torchrun's rendezvous of several machines, with a signed state: `--rdzv-backend=pipetrain`.
 
-torch keeps the state as a pickle in a store that anybody can write to who reaches its port. Here a state is unpickled only if it is signed
+torch keeps the state as a pickle in a store, to which every client can write. Here a state is unpickled only if it is signed
 with the key that the machines share. `python -m pipetrain.launcher.signed` is torchrun, also where no entry point is installed.
 """
 
