@@ -27,6 +27,7 @@ from pipetrain.comm.transport import PINNED
 from pipetrain.config.load import as_yaml, load, read
 from pipetrain.config.phases import Phase, naming_phase, phases_of
 from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, RunConfig
+from pipetrain.config.terminal import say
 from pipetrain.config.together import check_run, with_steps
 from pipetrain.data.batches import PhasedBatches
 from pipetrain.data.dataset import Data, open_data
@@ -88,7 +89,7 @@ def train(config: RunConfig) -> Outcome:
             group = stack.enter_context(joined)
         phases = prepare_phases(config, group.size, _agreed_orders(config, group))
         if phases[0].run.note and group.rank == 0:
-            print(f"pipetrain: {phases[0].run.note}", file=sys.stderr, flush=True)
+            say(phases[0].run.note)
         data = _data(config, group)
         check_all_read_the_same(data[0].fingerprint, group)
         spec = _spec(config, data)
@@ -128,7 +129,7 @@ def _data(config: RunConfig, group: Group) -> list[Data]:
         if data[-1].num_skipped not in (0, told) and group.rank == 0:
             told = data[-1].num_skipped
             skipped = f"{told} documents are no samples and left out (data.on_error=skip), the first of them: "
-            print(f"pipetrain: {skipped}{data[-1].first_skipped}", file=sys.stderr, flush=True)
+            say(f"{skipped}{data[-1].first_skipped}")
     return data
 
 
@@ -270,7 +271,7 @@ def _warnings_as_lines() -> Iterator[None]:
 
         def tell(message: Warning | str, category: type[Warning], filename: str, *others: Any, **named: Any) -> None:
             if Path(filename).is_relative_to(package):
-                print(f"pipetrain: {message}", file=sys.stderr, flush=True)
+                say(str(message))
             else:
                 show(message, category, filename, *others, **named)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -12,6 +13,7 @@ from pipetrain.cli.main import Arguments, Command, Parser, add_run, say
 from pipetrain.comm.address import is_rank
 from pipetrain.config.load import read
 from pipetrain.config.records import HUGGING_FACE, WEIGHTS_IN, RunConfig
+from pipetrain.config.terminal import printable
 from pipetrain.launcher.launch import launch
 from pipetrain.launcher.outcome import Exit, Outcome, leave_process, run_as_rank, tell
 from pipetrain.monitor.folder import RunFolder, find_folder
@@ -164,7 +166,8 @@ def _words(arguments: Arguments) -> list[str]:
 
 
 def _write(text: str) -> None:
-    print(text, end="", flush=True)
+    # a model may have learnt codes of a terminal; a file gets them as they are
+    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def _be_a_rank(config: RunConfig, folder: RunFolder, arguments: Arguments) -> NoReturn:

@@ -9,17 +9,23 @@ import argparse
 import gc
 import importlib
 import json
+import os
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipetrain.config.renamed import current_overrides
+from pipetrain.config.terminal import printable
+from pipetrain.config.terminal import say as say
 from pipetrain.launcher.outcome import Exit
 
 Parser = argparse.ArgumentParser
 Arguments = argparse.Namespace
 STDOUT = "-"
+_MOST_TOLD = 300  # characters of an unforeseen error
 _OVERRIDES = "a key, as in steps=50 recompute.mode=inline (docs/KEYS.md lists all); or a group by name, as in data=text model=gpt2"
 
 
@@ -43,8 +49,12 @@ def add_run(parser: Parser) -> None:
     parser.add_argument("run", nargs="?", default="latest", metavar="RUN", help="a run folder, or `latest` (default)")
 
 
-def present(arguments: Arguments, text: Callable[[], str], values: Callable[[], object]) -> None:
+def present(
+    arguments: Arguments, text: Callable[[], str], values: Callable[[], object], *, coloured: bool = False
+) -> None:
     """Prints the result of a command: as JSON if `--json` is given, and as text (unless it is empty) if stdout has no JSON.
+
+    `coloured`: the text has codes of a terminal, and nothing of a file.
 
     Raises:
         ValueError: the file for JSON cannot be written.
@@ -59,12 +69,7 @@ def present(arguments: Arguments, text: Callable[[], str], values: Callable[[], 
         except OSError as error:
             raise ValueError(f"{arguments.json}: cannot be written ({error.strerror})") from error
     if words := text():
-        print(words, flush=True)
-
-
-def say(text: str) -> None:
-    """A line for the user, on stderr."""
-    print(f"pipetrain: {text}", file=sys.stderr, flush=True)
+        print(words if coloured else printable(words), flush=True)
 
 
 def refuse(message: str, code: Exit = Exit.WRONG_INPUT) -> int:
@@ -128,6 +133,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has closed the pipe
         sys.stderr.close()
         return Exit.DONE
+    except Exception as error:
+        return refuse(_unforeseen(error), Exit.FAILED)
+
+
+def _unforeseen(error: Exception) -> str:
+    """The line for an error that no message was written for. The traceback goes to a file of the user's alone."""
+    descriptor, path = tempfile.mkstemp(prefix="pipetrain-error-", suffix=".txt", text=True)
+    with os.fdopen(descriptor, "w", errors="backslashreplace") as file:
+        traceback.print_exception(error, file=file)
+    what = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {what[:_MOST_TOLD]}; this should not happen: please report it with {path}"
 
 
 def _find_benchmarks() -> Path | None:

@@ -29,6 +29,7 @@ from pipetrain.cli.main import Arguments, present, refuse
 from pipetrain.cli.report_command import reported
 from pipetrain.config.load import conf_dir, load
 from pipetrain.config.problem import ConfigError
+from pipetrain.config.read_files import read_object
 from pipetrain.config.records import RunConfig
 from pipetrain.config.secrets import check_override
 from pipetrain.launcher.outcome import Exit
@@ -101,7 +102,7 @@ def sweep(overrides: Sequence[str], check: Callable[[RunConfig], object]) -> tup
         sys.argv = before
     GlobalHydra.instance().clear()
     ended = [_file_of(folder, job) for job in jobs]
-    known = [json.loads(file.read_text()) if file.is_file() else {} for file in ended]
+    known = [read_object(file, "remove it") if file.is_file() else {} for file in ended]
     return folder, [replace(job, run_dir=one.get("run_dir"), code=one.get("code")) for job, one in zip(jobs, known)]
 
 

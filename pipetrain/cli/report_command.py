@@ -6,7 +6,6 @@ For several runs it prints the keys that differ and the results, and draws their
 from __future__ import annotations
 
 import io
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,6 +16,7 @@ from pipetrain.cli.main import Arguments, Command, Parser, add_json, present, re
 from pipetrain.config.load import read
 from pipetrain.config.phases import leaves
 from pipetrain.config.problem import shown
+from pipetrain.config.read_files import read_json
 from pipetrain.launcher.outcome import Exit
 from pipetrain.monitor.draw.page import framed, heading, page, paragraph
 from pipetrain.monitor.draw.table import Table, number, size
@@ -69,7 +69,7 @@ def _compare(folders: Sequence[RunFolder], arguments: Arguments) -> int:
 def reported(run_dir: str | None) -> Any:
     """The report of the run in this folder, as plain values; None: there is no report, or no run."""
     report = None if run_dir is None else RunFolder(Path(run_dir)).report
-    return json.loads(report.read_text()) if report is not None and report.is_file() else None
+    return read_json(report, "the run itself is not harmed") if report is not None and report.is_file() else None
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _write_plot(runs: Sequence[_ComparedRun], table: Table, path: Path) -> None:
     figure = Figure(figsize=(9.0, 5.0), layout="constrained")  # without pyplot, which would look for a screen
     axis = figure.subplots()
     for run in runs:
-        lines = list(read_lines(run.folder.metrics))
+        lines = [line for line in read_lines(run.folder.metrics) if isinstance(line.get("loss"), int | float | None)]
         name = f"{run.name}: {_words(run.differs)}" if run.differs else run.name
         axis.plot([line["step"] for line in lines], [line["loss"] for line in lines], label=name, linewidth=1.2)
     axis.set_xlabel("step")

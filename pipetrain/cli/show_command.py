@@ -60,6 +60,7 @@ def _show(arguments: Arguments) -> int:
         arguments,
         lambda: "\n\n".join([*map(draw_mesh, meshes), draw(shown, width=arguments.width)]),
         lambda: _values(shown, meshes),
+        coloured=True,
     )
     return Exit.DONE
 

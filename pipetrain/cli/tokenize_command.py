@@ -10,6 +10,7 @@ from pathlib import Path
 from pipetrain.cli.main import Arguments, Command, Parser, add_overrides, say
 from pipetrain.config.load import load
 from pipetrain.config.records import RunConfig
+from pipetrain.config.terminal import printable
 from pipetrain.launcher.outcome import Exit
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -58,7 +59,7 @@ def _tokenize(arguments: Arguments) -> int:
         f"{train.documents:,} documents of {train.tokens:,} tokens{counted}; held out: {heldout.documents:,} of "
         f"{heldout.tokens:,}{skipped}"
     )
-    print(f"tokens: {folder}")
+    print(f"tokens: {printable(str(folder))}")
     return Exit.DONE
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
+from pipetrain.config.terminal import printable, say
+
 FOLDER_VARIABLE = "PIPETRAIN_OUTCOME_DIR"  # set by the launcher for its ranks
 LAUNCHER_VARIABLE = "PIPETRAIN_LAUNCHER"  # its process id, likewise
 _RUN_DIR = "run-dir"
@@ -123,9 +125,9 @@ def leave_process(code: int) -> NoReturn:
 def tell(outcome: Outcome, *, quiet: bool = False) -> int:
     """Says how the run ended, the run folder as the last line of stdout unless `quiet`; returns the exit code."""
     if outcome.run_dir is not None and not quiet:
-        print(f"run folder: {outcome.run_dir}", flush=True)
+        print(f"run folder: {printable(outcome.run_dir)}", flush=True)
     if outcome.message:
-        print(f"pipetrain: {outcome.message}", file=sys.stderr, flush=True)
+        say(outcome.message)
     return outcome.code
 
 

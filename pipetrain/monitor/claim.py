@@ -12,14 +12,17 @@ import fcntl
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from pipetrain.config.read_files import parse_json
+from pipetrain.config.terminal import say
+
 LOCK = "run.lock"
 _MODE = 0o640
+_MOST_HOLDER_BYTES = 4096
 _PAUSE_SECONDS = 0.05
 _GLANCE_SECONDS = 1.0  # whoever only looks has the lock for a moment, too
 _DYING_SECONDS = 5.0  # what a killed process may take until it is gone, with its lock
@@ -94,7 +97,7 @@ def _taken(path: Path, *, again: bool, only_look: bool = False) -> Iterator[IO[s
 
 def _opened(path: Path) -> IO[str]:
     try:
-        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, _MODE), "r+")
+        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, _MODE), "r+")
     except OSError as error:
         raise ValueError(
             f"run_dir={path.parent}: {path.name} cannot be opened there ({error.strerror}), so nobody could tell that a run is in "
@@ -116,13 +119,13 @@ def _check_without_locks(path: Path, *, again: bool, is_new: bool) -> None:
             f"run_dir={path.parent}: {path.name} says that another run is in this folder, and this file system knows no locks; if "
             f"that run has ended remove {path}, else choose another run_dir"
         )
-    print(f"pipetrain: {path.parent}: this file system knows no locks: start no other run there", file=sys.stderr)
+    say(f"{path.parent}: this file system knows no locks: start no other run there")
 
 
 def _holder(file: IO[str]) -> tuple[str | None, str]:
     """The host whose run has the folder, and how an error names that run; None and "" while the lock file is still empty."""
     try:
-        holder = json.load(file)
+        holder = parse_json(file.read(_MOST_HOLDER_BYTES))
         return holder["host"], f" (process {holder['pid']} on {holder['host']}, since {holder['since']})"
     except (OSError, ValueError, TypeError, KeyError):
         return None, ""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pipetrain.config.read_files import parse_json
+from pipetrain.config.terminal import say
 from pipetrain.monitor.shown import op_record
 from pipetrain.schedule.events import OpEvent
 
 FIRST_STEPS = 10  # of which all events are written: this is where a run goes wrong or settles
+_MOST_LINE_BYTES = 2**24  # of 10,000 ranks a line of metrics has 1 MB
 SPREAD_STEPS = 100  # and about so many more over the rest of the run, so that a long run does not fill the disk
 
 
@@ -42,7 +44,7 @@ class LineFile:
             if not self._failed:
                 self._failed = True
                 reason = error.strerror or error
-                print(f"pipetrain: {self._path} lacks lines from here on ({reason})", file=sys.stderr, flush=True)
+                say(f"{self._path} lacks lines from here on ({reason})")
 
     def rewind(self, first_step: int) -> None:
         """Drops the lines of `first_step` and later ones: they will be written again."""
@@ -65,12 +67,14 @@ def _keep_before(path: Path, first_step: int) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of such a file, as far as they are whole; none where there is no file."""
+    """The lines of such a file that are whole and have a step, as objects; none where there is no file."""
     if path.is_file():
-        with path.open() as file:
-            for line in file:
+        with path.open("rb") as file:
+            while line := file.readline(_MOST_LINE_BYTES):
                 with contextlib.suppress(ValueError):  # half a line: a process was killed while it wrote
-                    yield json.loads(line)
+                    value = parse_json(line)
+                    if isinstance(value, dict) and type(value.get("step")) is int:
+                        yield value
 
 
 class EventFile:

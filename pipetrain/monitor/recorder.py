@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pipetrain.config.records import ObserveConfig
+from pipetrain.config.terminal import say
 from pipetrain.monitor.draw.page import run_page, slowest_of
 from pipetrain.monitor.draw.table import number
 from pipetrain.monitor.folder import RunFolder
@@ -91,7 +92,7 @@ class Recorder:
     def say(self, text: str) -> None:
         """Something that the user should know now; on rank 0."""
         if self.is_first:
-            print(f"pipetrain: {text}", file=sys.stderr, flush=True)
+            say(text)
 
     def evaluated(self, step: int, heldout_loss: float | None) -> None:
         """A held-out evaluation on the way."""

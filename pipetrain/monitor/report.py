@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pipetrain.config.read_files import DamagedFile, fitted, read_object
 from pipetrain.monitor.draw.table import Table, number, size
 from pipetrain.monitor.residuals import FIRST_COMPARED_STEP, MEASURED_STEPS, measure_costs
 from pipetrain.monitor.shown import Shown, show_schedule
@@ -72,30 +73,19 @@ def read_report(path: Path) -> RunReport:
     """The report of a run.
 
     Raises:
-        ValueError: there is none, or another version wrote it.
+        ValueError: there is none, or another version wrote it; DamagedFile: it is no report.
     """
     if not path.is_file():
         raise ValueError(f"{path}: there is no report; the run is still going on, or it failed")
-    try:
-        values = dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{path}: this is not a report ({error}); its run's metrics.jsonl may still be whole"
-        ) from error
+    todo = "its run's metrics.jsonl may still be whole"
+    values = read_object(path, todo)
     if (version := values.get("format_version")) != FORMAT_VERSION:
         raise ValueError(f"{path}: format_version={version}, this pipetrain reads {FORMAT_VERSION}")
     try:
-        return _of_values(values)
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"{path}: this is not a report of this version ({error})") from error
-
-
-def _of_values(values: Mapping[str, Any]) -> RunReport:
-    fields: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    fields["stragglers"] = tuple(Straggler(**straggler) for straggler in values.get("stragglers", ()))
-    fields["ranks"] = tuple(RankPlace(**{**rank, "stages": tuple(rank["stages"])}) for rank in values.get("ranks", ()))
-    fields["phases"] = tuple(map(_of_values, values.get("phases", ())))
-    return RunReport(**fields)
+        report: RunReport = fitted(RunReport, values)
+    except ValueError as error:
+        raise DamagedFile(path, f"this is not a report of this version: {error}", todo) from error
+    return report
 
 
 def as_markdown(report: RunReport) -> str:
@@ -150,7 +140,7 @@ def _totals(report: RunReport) -> Table:
     is_known = report.counted_tokens_seen not in (None, report.tokens_seen)
     counted = f", {report.counted_tokens_seen:,} counted" if is_known else ""
     predicted = number(report.step_seconds_predicted, "{:.4f} s")
-    if report.step_seconds_measured is not None and report.step_seconds_predicted is not None:
+    if report.step_seconds_measured and report.step_seconds_predicted is not None:
         predicted += f" ({report.step_seconds_predicted / report.step_seconds_measured - 1:+.1%})"
     rows = [
         ("loss of the last step, nats per token", number(report.loss, "{:.3f}")),

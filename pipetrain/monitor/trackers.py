@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.config.records import ObserveConfig, WandbConfig
+from pipetrain.config.terminal import say
 from pipetrain.monitor.draw.terminal import staircase
 from pipetrain.monitor.folder import RunFolder
 from pipetrain.monitor.lines import LineFile, read_lines
@@ -73,11 +74,8 @@ class Trackers:
                 call(tracker)
             except Exception as error:  # whatever a library of others raises: no tracker is worth a run
                 del self._trackers[name]
-                print(
-                    f"pipetrain: {name} keeps nothing from here on ({first_line(error)}); the run goes on, and "
-                    "metrics.jsonl has its steps",
-                    file=sys.stderr,
-                    flush=True,
+                say(
+                    f"{name} keeps nothing from here on ({first_line(error)}); the run goes on, and metrics.jsonl has its steps"
                 )
                 with contextlib.suppress(Exception):
                     tracker.close()
@@ -284,11 +282,9 @@ class WandbTracker(Tracker):
             try:
                 return init("online")
             except Exception as error:  # no key, no network, a server that refuses
-                print(
-                    f"pipetrain: wandb is not reached ({first_line(error)}); going on offline, and "
-                    f"`wandb sync {self._folder.wandb}/latest-run` sends this run later",
-                    file=sys.stderr,
-                    flush=True,
+                say(
+                    f"wandb is not reached ({first_line(error)}); going on offline, and "
+                    f"`wandb sync {self._folder.wandb}/latest-run` sends this run later"
                 )
                 with contextlib.suppress(OSError, SystemExit):
                     wandb.teardown()  # its process still holds the id of the run that it could not begin

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from pipetrain.config.read_files import DamagedFile, fitted, read_object
 from pipetrain.config.renamed import current_key
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.policy import Outputs
@@ -229,32 +230,28 @@ def read_profile(given: str) -> Profile:
             f"plan.profile={given}: {path} is not there; a run writes it when it ends and its engine told of its ops: name such a run, "
             "or leave plan.profile out"
         )
+    todo = "name another run"
     try:
-        found = json.loads(path.read_text())
-        if found["format_version"] not in _READ:
-            raise ValueError(f"format_version {found['format_version']}, known is {_FORMAT_VERSION}")
+        found = read_object(path, todo)
         return _profile(found)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"plan.profile={given}: {path} cannot be read ({error}); name another run") from None
+    except DamagedFile as error:
+        raise ValueError(f"plan.profile={given}: {error}") from error
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"plan.profile={given}: {DamagedFile(path, error, todo)}") from error
 
 
-def _profile(found: Mapping[str, Any]) -> Profile:
-    layers = tuple(_layer(layer) for layer in found.get("layers", ()))
+def _profile(found: dict[str, Any]) -> Profile:
+    if found["format_version"] not in _READ:
+        raise ValueError(f"format_version {found['format_version']}, known is {_FORMAT_VERSION}")
+    layers = fitted(tuple[LayerProfile, ...], found.get("layers", []), "layers")
     if found["costs"] is None:
         if not layers:
             raise ValueError("it has neither costs nor layers")
-        return Profile(
-            conditions={current_key(key): value for key, value in found["conditions"].items()}, layers=layers
-        )
+        conditions = fitted(dict[str, Any], found["conditions"], "conditions")
+        return Profile(conditions={current_key(key): value for key, value in conditions.items()}, layers=layers)
     names = {field.name for field in fields(Costs)}
-    costs = Costs(**{name: tuple(map(float, times)) for name, times in found["costs"].items() if name in names})
-    return Profile(costs, int(found["num_microbatches"]))
-
-
-def _layer(found: Mapping[str, Any]) -> LayerProfile:
-    largest = tuple(SavedTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in found["largest"])
-    ops = tuple(OpProfile(**op) for op in found["ops"])
-    return LayerProfile(**{**found, "numbers": tuple(found["numbers"]), "largest": largest, "ops": ops})
+    costs = {name: times for name, times in fitted(dict[str, Any], found["costs"], "costs").items() if name in names}
+    return Profile(fitted(Costs, costs), fitted(int, found["num_microbatches"], "num_microbatches"))
 
 
 def check_profile(given: str, profile: Profile, num_stages: int, num_microbatches: int) -> None:

@@ -14,9 +14,20 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+
+class Part(StrEnum):
+    """The sub-folders of a snapshot; each holds a safetensors file per rank."""
+
+    WEIGHTS = "weights"  # `3.mlp.weight`: parameters and buffers
+    OPTIMIZER = "optimizer"  # `3.mlp.weight/exp_avg`: the optimizer's state of a parameter
+    GENERATORS = "generators"  # `cpu`, `cuda`: torch's default generators; `python`, `numpy`: theirs, as JSON in bytes
+
+
+STATE = "state.json"
 FOLDER_MODE = 0o750  # the owner writes, the group reads, others have no business here
 FILE_MODE = 0o640
 _WHOLE = re.compile(r"step-(\d{8,})")
@@ -26,6 +37,11 @@ _LEFT_OVER = re.compile(r"step-\d{8,}\.(partial|removed)-[0-9a-f]+")
 def path_of(folder: Path, step: int) -> Path:
     """Where the whole snapshot after `step` steps lies."""
     return folder / f"step-{step:08d}"
+
+
+def rank_path(part: Part, rank: int) -> str:
+    """The file of one rank, relative to the snapshot's folder."""
+    return f"{part}/rank-{rank:04d}.safetensors"
 
 
 def draft_path(folder: Path, step: int, token: int) -> Path:

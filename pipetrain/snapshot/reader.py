@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipetrain.config.read_files import read_record
 from pipetrain.config.renamed import current_values
 from pipetrain.models.trained import Model, Optimizer
 from pipetrain.models.weights import tensors_in
-from pipetrain.snapshot.manifest import SnapshotDamaged, check_whole, read_manifest
-from pipetrain.snapshot.state import Part, RunState, restore_generators, restore_optimizer
-
-STATE = "state.json"
+from pipetrain.snapshot.files import STATE, Part, rank_path
+from pipetrain.snapshot.manifest import OLDER, SnapshotDamaged, check_whole, read_manifest
+from pipetrain.snapshot.state import RunState, restore_generators, restore_optimizer
 
 
 class Snapshot:
@@ -32,10 +31,9 @@ class Snapshot:
         self.folder = folder
         self._manifest = read_manifest(folder) if checked else check_whole(folder)
         self.state = _read_state(folder / STATE)
-        if self.state.step != self._manifest.step:
-            raise SnapshotDamaged(
-                f"{folder}: {STATE} is of step {self.state.step}, the manifest of step {self._manifest.step}"
-            )
+        for what in ("step", "num_ranks"):
+            if (there := getattr(self.state, what)) != (listed := getattr(self._manifest, what)):
+                raise SnapshotDamaged(f"{folder}: {STATE} has {what}={there}, the manifest {listed}")
 
     def tensors(self, part: Part) -> Mapping[str, Tensor]:
         """All tensors of a part, of all ranks that wrote it."""
@@ -59,22 +57,9 @@ class Snapshot:
             restore_generators(tensors_in([self.folder / rank_path(Part.GENERATORS, rank)]), device)
 
 
-def rank_path(part: Part, rank: int) -> str:
-    """The file of one rank, relative to the snapshot's folder."""
-    return f"{part}/rank-{rank:04d}.safetensors"
-
-
 def _read_state(path: Path) -> RunState:
     try:
-        value: Any = json.loads(path.read_bytes())
-        return RunState(
-            step=int(value["step"]),
-            num_ranks=int(value["num_ranks"]),
-            config=current_values(value["config"]),
-            plan=dict(value["plan"]),
-            data=value.get("data"),
-            guard=dict(value.get("guard", {})),
-            tokens=dict(value.get("tokens", {})),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SnapshotDamaged(f"{path} cannot be read ({error})") from error
+        state = read_record(RunState, path, OLDER)
+        return replace(state, config=current_values(state.config))
+    except ValueError as error:
+        raise SnapshotDamaged(str(error)) from error

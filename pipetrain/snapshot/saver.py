@@ -27,9 +27,9 @@ from torch import Tensor
 
 from pipetrain.comm.device import Device, Stream, device_of
 from pipetrain.snapshot import files as folders
+from pipetrain.snapshot.files import STATE, Part, rank_path
 from pipetrain.snapshot.manifest import FileRecord, record_of, write_manifest
-from pipetrain.snapshot.reader import STATE, rank_path
-from pipetrain.snapshot.state import Part, RunState
+from pipetrain.snapshot.state import RunState
 from pipetrain.snapshot.tensors import Image
 
 Agree = Callable[[int], int]  # collective: the largest number that any rank gave
@@ -169,7 +169,7 @@ class Saver:
         with ExitStack() as stack:
             for device, stream in streams:
                 stack.enter_context(device.on(stream))
-            self._images = {part: _image(mapping, self._images.get(part)) for part, mapping in tensors.items()}
+            self._images = {part: _image(tensors.get(part, {}), self._images.get(part)) for part in Part}
         for device, stream in streams:
             device.finish(stream)
 

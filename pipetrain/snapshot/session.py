@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.config.records import RunConfig
+from pipetrain.config.terminal import say
 from pipetrain.models.spec import TensorMapping, unchanged
 from pipetrain.models.trained import Model, Optimizer
 from pipetrain.models.weights import WEIGHTS_AT_END, Together, has_weights, read_weights, tensors_in
@@ -80,7 +80,7 @@ class Snapshots:
             agree=ranks.largest,
             keep_last=config.snapshot.keep_last,
             keep_multiples_of=None if every is None or keep_every is None else every * keep_every,
-            say=_say,
+            say=say,
         )
         self._start = self._agree_on(self._look_for_start)
         self.first_step = 1 if self._start is None else self._start.state.step + 1
@@ -147,7 +147,7 @@ class Snapshots:
         self._saver.wait()
 
         def look_for_newest() -> Path | None:
-            return newest_whole(self._folder, _say) or (None if self._start is None else self._start.folder)
+            return newest_whole(self._folder, say) or (None if self._start is None else self._start.folder)
 
         snapshot = self._agree_on(look_for_newest)
         if snapshot is None:
@@ -182,15 +182,15 @@ class Snapshots:
         resume = self._config.resume
         if resume is None:
             return None
-        path = newest_whole(self._folder, _say) if resume == AUTO else find(Path(resume), _say)
+        path = newest_whole(self._folder, say) if resume == AUTO else find(Path(resume), say)
         if path is None:
             return None
         state, now = Snapshot(path, checked=True).state, _plain(self._config)
         check_same_run(path, state, now)
         check_same_data(path, state, self._data)
-        _say(f"going on from {path}")
+        say(f"going on from {path}")
         for told in told_of_replicas(state, self._plan.num_replicas, now):
-            _say(told)
+            say(told)
         return path
 
 
@@ -202,7 +202,7 @@ def _initialize(model: Model, path: Path, from_file: TensorMapping) -> None:
     elif has_weights(path / WEIGHTS_AT_END):
         weights = from_file(read_weights(path / WEIGHTS_AT_END))
     else:
-        weights = Snapshot(find(path, _say)).tensors(Part.WEIGHTS)
+        weights = Snapshot(find(path, say)).tensors(Part.WEIGHTS)
     try:
         model.load_state_dict(weights)
     except (ValueError, RuntimeError) as error:
@@ -213,7 +213,3 @@ def _plain(record: Any) -> dict[str, Any]:
     """A record as JSON gives it back: tuples are lists."""
     plain: dict[str, Any] = json.loads(json.dumps(asdict(record)))
     return plain
-
-
-def _say(text: str) -> None:
-    print(f"pipetrain: {text}", file=sys.stderr, flush=True)

@@ -6,7 +6,6 @@ import json
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.models.trained import Model, Optimizer, Sharded
-
-
-class Part(StrEnum):
-    """The sub-folders of a snapshot; each holds a safetensors file per rank."""
-
-    WEIGHTS = "weights"  # `3.mlp.weight`: parameters and buffers
-    OPTIMIZER = "optimizer"  # `3.mlp.weight/exp_avg`: the optimizer's state of a parameter
-    GENERATORS = "generators"  # `cpu`, `cuda`: torch's default generators; `python`, `numpy`: theirs, as JSON in bytes
+from pipetrain.snapshot.files import Part as Part
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipetrain.config.phases import phases_of
+from pipetrain.config.read_files import read_object
 from pipetrain.config.records import ModelConfig, RunConfig
 from pipetrain.data.dataset import make_tokenizer
 from pipetrain.data.tokenizer import HfTokenizer, Tokenizer
-from pipetrain.models.hf.source import GENERATION_CONFIG, find_source
+from pipetrain.models.hf.source import BRING, GENERATION_CONFIG, find_source
 from pipetrain.models.size import family_of, load_function
 from pipetrain.models.spec import make_spec
 from pipetrain.models.weights import load_weights
@@ -113,9 +113,9 @@ def _ends(tokenizer: Tokenizer, model: ModelConfig) -> tuple[int, ...]:
     if model.path is None:
         return ends
     file = find_source(model.path, model.revision).folder / GENERATION_CONFIG
-    named = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    named = () if named is None else named
-    return tuple(sorted({*ends, *([named] if isinstance(named, int) else named)}))
+    named = read_object(file, BRING).get("eos_token_id") if file.exists() else None
+    named = named if isinstance(named, list) else [named]
+    return tuple(sorted({*ends, *(token for token in named if isinstance(token, int))}))
 
 
 def _context(config: RunConfig) -> int | None:

@@ -7,7 +7,6 @@ Without torch: the command line refuses a run that cannot be before a process st
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -18,6 +17,7 @@ from typing import Any
 from pipetrain.comm.coordinates import Grid
 from pipetrain.config.phases import naming_phase, phases_of
 from pipetrain.config.records import NATIVE, WEIGHTS_IN, RunConfig
+from pipetrain.config.terminal import say
 from pipetrain.config.together import check_run, check_samples, check_schedule
 from pipetrain.engine.available import check_engine
 from pipetrain.models.size import ModelSize, size_of
@@ -340,11 +340,7 @@ def conditions_of(config: RunConfig) -> dict[str, Any]:
 
 def _sought(spec: ScheduleSpec, costs: Costs, config: RunConfig) -> FoundSchedule:
     """The best order for the costs; the user's cache holds the results of earlier searches."""
-    return best_schedule(spec, costs, Effort(config.pipeline.search_seconds), cache_folder(), _say)
-
-
-def _say(text: str) -> None:
-    print(f"pipetrain: {text}", file=sys.stderr, flush=True)
+    return best_schedule(spec, costs, Effort(config.pipeline.search_seconds), cache_folder(), say)
 
 
 def _schedule(spec: ScheduleSpec, order: str | None = None) -> Schedule:

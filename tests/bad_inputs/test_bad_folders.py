@@ -51,7 +51,7 @@ SNAPSHOTS = [
     as_rank("resume={}", "there is no snapshot"),
     as_rank("resume={}/text/a.txt", "{}/text/a.txt: there is no snapshot"),
     as_rank("init_from={}", "there is no snapshot"),
-    as_rank("init_from={}/text/a.txt", "{}/text/a.txt is no safetensors file"),
+    as_rank("init_from={}/text/a.txt", "{}/text/a.txt cannot be read (it is no safetensors file"),
     as_rank("init_from={}/other.safetensors", "weights are of another model", prepare=weights_of_another_model),
     as_rank("resume={}/old seed=5", "seed=5", "had 0", "set seed=0", "init_from="),
     as_rank("resume={}/old model.hidden_size=64", "model.hidden_size=64", "had 32", "init_from="),

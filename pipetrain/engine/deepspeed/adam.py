@@ -12,6 +12,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from filelock import FileLock
 from torch import Tensor
 
+from pipetrain.config.terminal import say
 from pipetrain.engine.deepspeed.environment import quiet_stdout
 
 _HOST = torch.device("cpu")
@@ -30,7 +31,7 @@ def host_adam(groups: list[dict[str, Any]], learning_rate: float, betas: tuple[f
         (folder / "cpu_adam" / "lock").unlink(missing_ok=True)
         if not (folder / "cpu_adam" / "cpu_adam.so").is_file():
             told = f"compiling DeepSpeed's cpu_adam for this machine, once, about a minute: {folder / 'cpu_adam'}"
-            print(f"pipetrain: {told}", file=sys.stderr, flush=True)
+            say(told)
         try:
             optimizer: torch.optim.Optimizer = HostAdam(groups, lr=learning_rate, betas=betas)
         except (RuntimeError, ImportError) as error:

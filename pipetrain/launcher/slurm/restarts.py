@@ -18,6 +18,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pipetrain.config.read_files import read_record
+from pipetrain.config.terminal import say
+
 FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below the ports that Linux gives to outgoing connections
 _FILE = "restarts.json"
 _SNAPSHOT = re.compile(r"step-(\d{8,})")
@@ -102,8 +105,8 @@ def _run(command: Sequence[str]) -> str:
 def _read(run_dir: Path) -> Restarts | None:
     path = run_dir / _FILE
     try:
-        return Restarts(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):  # none yet, or lost with the machine that wrote it
+        return read_record(Restarts, path, "")
+    except ValueError:  # none yet, or lost with the machine that wrote it
         return None
 
 
@@ -132,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(text: str, code: int) -> int:
-    print(f"pipetrain: {text}", file=sys.stderr, flush=True)
+    say(text)
     return code
 
 
