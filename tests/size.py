@@ -23,7 +23,7 @@ ROOMS = {
     "cli": 1390,
     "comm": 3830,
     "config": 1605,
-    "data": 2300,
+    "data": 2530,
     "engine": 1140,
     "launcher": 820,
     "models": 3475,

@@ -35,7 +35,7 @@ from pipetrain.data.token_file import (
     TokenSheet,
     smallest_type,
 )
-from pipetrain.data.tokenizer import ByteTokenizer, Encoded, Tokenizer
+from pipetrain.data.tokenizer import ByteTokenizer, Encoded, StoppedAt, Tokenizer
 
 Tell = Callable[[float], None]
 """Called with the fraction that is done, from 0 to 1."""
@@ -159,7 +159,9 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: b
         writers = {part: stack.enter_context(PartWriter(folder / part, item_type, is_chat=is_chat)) for part in PARTS}
         thread = stack.enter_context(ThreadPoolExecutor(1, "pipetrain-tokenize"))
         done = 0
-        for batch, encoded in _ahead(itertools.chain([first] if first else [], batches), tokenizer, thread):
+        for batch, encoded in _ahead(
+            itertools.chain([first] if first else [], batches), tokenizer, thread, corpus.sources
+        ):
             done += _write(batch, encoded, writers, problems)
             if tell is not None:
                 tell(min(done / max(corpus.num_bytes, 1), 1.0))
@@ -230,13 +232,17 @@ def _batches(documents: Iterator[Document], problems: _Problems) -> Iterator[lis
 
 
 def _ahead(
-    batches: Iterable[list[Document]], tokenizer: Tokenizer, thread: Executor
+    batches: Iterable[list[Document]], tokenizer: Tokenizer, thread: Executor, sources: Sequence[str]
 ) -> Iterator[tuple[list[Document], Encoded]]:
     """Each batch with its tokens, while the next one is encoded."""
     started = ((batch, thread.submit(tokenizer.encode_documents, batch)) for batch in batches)
     for now, _ in itertools.pairwise(itertools.chain(started, [None])):
         assert now is not None
-        yield now[0], now[1].result()
+        batch, encoding = now
+        try:
+            yield batch, encoding.result()
+        except StoppedAt as error:
+            raise ValueError(f"{place_named(sources, *batch[error.number].place)}: {error}; leave it out") from None
 
 
 def _write(batch: list[Document], encoded: Encoded, writers: dict[str, PartWriter], problems: _Problems) -> int:
