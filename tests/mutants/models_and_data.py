@@ -96,10 +96,24 @@ MUTANTS = (
         ("tests/data/test_chats.py", "-k", "dropped"),
     ),
     Mutant(
+        "texts that a template joins are not measured",
+        "pipetrain/data/template_budget.py",
+        '        self.budget.measure(values)\n        return "".join(map(str, values))',
+        '        return "".join(map(str, values))',
+        ("tests/data/test_template_budget.py", "-k", "joined"),
+    ),
+    Mutant(
+        "a document that takes long is left out",
+        "pipetrain/data/chat_template.py",
+        "except (MemoryError, TooSlow):",
+        "except MemoryError:",
+        ("tests/data/test_template_budget.py", "-k", "time_ends"),
+    ),
+    Mutant(
         "templates are told today's date",
         "pipetrain/data/chat_template.py",
-        "with _pinned(self.date):",
-        "with _pinned(datetime.date.today()):",
+        "with _pinned(self.date, {",
+        "with _pinned(datetime.date.today(), {",
         ("tests/data/test_chats.py", "-k", "what_counts"),
     ),
     Mutant(

@@ -4,6 +4,34 @@ from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "JSON may be as deep as Python reads it",
+        "pipetrain/config/read_files.py",
+        "        _check_depth(value)\n    return value",
+        "        pass\n    return value",
+        ("tests/security/test_damaged_files.py", "-k", "report or limits"),
+    ),
+    Mutant(
+        "a configuration of others reads the environment",
+        "pipetrain/config/load.py",
+        "OmegaConf.load(io.StringIO(text)), resolve=False",
+        "OmegaConf.load(io.StringIO(text)), resolve=True",
+        ("tests/security/test_damaged_files.py", "-k", "configuration"),
+    ),
+    Mutant(
+        "control codes of a file reach the terminal",
+        "pipetrain/config/terminal.py",
+        "    return text.translate(_ESCAPED)",
+        "    return text",
+        ("tests/security/test_damaged_files.py", "-k", "control_codes"),
+    ),
+    Mutant(
+        "a manifest may leave files out",
+        "pipetrain/snapshot/manifest.py",
+        "    if wrong := sorted(wanted ^ named):",
+        "    if wrong := sorted(named - wanted):",
+        ("tests/snapshot/test_damage.py", "-k", "leaves_files_out"),
+    ),
+    Mutant(
         "a rank that a signal killed is not told",
         "pipetrain/launcher/launch.py",
         "Outcome(0, Exit.FAILED, killed, run_dir)",
