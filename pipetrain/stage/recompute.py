@@ -36,12 +36,17 @@ _ENTERED = "GateBackward"
 
 
 class Recompute:
-    """One R of a set. It ends at `stop`; with a proof, it runs to the end of the stage."""
+    """One R of a set. It ends at `stop`; with a proof, it runs to the end of the stage.
 
-    def __init__(self, late: LateBoundSet, stop: Stop = Stop.AT_SLOT) -> None:
+    With `detaches`, what fills the slots does not hold R's graph. Without it, the graph goes with the last slot, which costs the host less, and
+    is right where the graph holds no memory of its own.
+    """
+
+    def __init__(self, late: LateBoundSet, stop: Stop = Stop.AT_SLOT, *, detaches: bool = True) -> None:
         self._late = late
         self._proof = late.proof
         self._stop = Stop.AT_END if late.proof else stop
+        self._detaches = detaches
         self._slots = late.slots
         self._signatures = late.signatures
         self._end = late.end
@@ -77,8 +82,7 @@ class Recompute:
         if number >= self._most or (tensor.shape, tensor.dtype, type(tensor.grad_fn)) != self._signatures[number]:
             self._check_signature(tensor)
         slot = self._slots[number]
-        # Detached: it would keep the graph of R alive.
-        slot.tensor = tensor.detach()
+        slot.tensor = tensor.detach() if self._detaches else tensor
         slot.version = tensor._version
         self._filled = number + 1
         if self._filled == self._end and self._stop is Stop.AT_SLOT:

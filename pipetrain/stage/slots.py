@@ -64,7 +64,8 @@ class LateBoundSet:
     `proof`, F fills the slots, and R's tensors are compared with them. `casts` is told of what is saved, where autocast is on.
     `selection` says which outputs F keeps for R. `watches`: F checks at its end that no tensor that it saved has
     changed in place. Without it, R checks this for the slots that it fills, since it runs the same operations. `split`: some of the
-    tensors are held until W and the others are not, so the meter counts each slot by itself.
+    tensors are held until W and the others are not, so the meter counts each slot by itself. `known` are signatures of other sets: sets
+    share equal ones, since the garbage collector walks over each that is held.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class LateBoundSet:
         watches: bool = True,
         witness: Witness | None = None,
         split: bool = False,
+        known: dict[Signature, Signature] | None = None,
     ) -> None:
         self.keep = keep
         self.proof = proof
@@ -98,6 +100,7 @@ class LateBoundSet:
         self.meter = meter
         self.slots: list[Slot] = []
         self.signatures: list[Signature] = []
+        self._known: dict[Signature, Signature] = {} if known is None else known
         self.witness = witness
         self._watches = watches or self.is_filled
         self._aliases: list[tuple[int, int, Tensor]] = []  # slot, version, what shares the version counter
@@ -152,7 +155,8 @@ class LateBoundSet:
         slot, slots = Slot(), self.slots
         slot.number = len(slots)
         slots.append(slot)
-        self.signatures.append((tensor.shape, tensor.dtype, type(tensor.grad_fn)))
+        signature = tensor.shape, tensor.dtype, type(tensor.grad_fn)
+        self.signatures.append(self._known.setdefault(signature, signature))
         return slot
 
     def _pack_and_look(self, tensor: Tensor) -> Slot:

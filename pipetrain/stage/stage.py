@@ -96,6 +96,8 @@ class Stage:
         )
         self._stop = Stop.AT_LAYER  # where R may end; before a proof
         self._proved: Sequence[Signature] = ()  # with these in the last layer of which R fills slots
+        self._detaches = True  # what R saves, from R's graph; until it is known that the graph holds nothing else
+        self._signatures: dict[Signature, Signature] = {}  # of this step
         self._kinds: dict[Hashable, MicrobatchKind] = {}
         self._versions: list[int] = []  # of the parameters, in this step
         self._selection = Selection(selective, self.layers, first_layer) if selective else None
@@ -204,6 +206,7 @@ class Stage:
             watches=is_new,
             witness=Witness(self.state.watched) if witness and not (prove or keep) and self._may_witness() else None,
             split=split,
+            known=self._signatures,
         )
         if self.kept.layers:
             late.keep_whole(self.kept.free if keep else self.kept.layers, self.kept.free)
@@ -368,7 +371,7 @@ class Stage:
             return
         # An operation may fill what it has saved later: R ends within a layer only where that is proved of one that saves the same.
         is_proved = self._stop is not Stop.AT_SLOT or late.last_signatures() == self._proved
-        again = Recompute(late, self._stop if is_proved else Stop.AT_LAYER)
+        again = Recompute(late, self._stop if is_proved else Stop.AT_LAYER, detaches=self._detaches)
         try:
             with self.state.as_seen(held.seen) if held.seen.buffers.tensors else nullcontext():
                 self._run_again(held, held.given, again)
@@ -381,6 +384,7 @@ class Stage:
         else:
             self._stop = max(late.proof.stop, self._stop) if self._proved else late.proof.stop
             self._proved = late.last_signatures()
+            self._detaches = bool(self.holds_outside)
 
     def _run_again(self, held: Held, given: StageInput, again: Recompute) -> None:
         value, entered = self._entry.enter(given, held.sink, recomputed=True)
@@ -474,6 +478,7 @@ class Stage:
         self.casts.end_step()
         self.state.end_step()
         self._versions.clear()
+        self._signatures.clear()
 
     def _release(self, held: Held) -> None:
         """Stop counting the input, and what a kept set shares with it or with the output: B frees both."""
