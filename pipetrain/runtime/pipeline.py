@@ -89,6 +89,7 @@ class Pipeline(StageWeights):
         PipelineError: another rank did not come.
     """
 
+    beside: list[Beside]  # what works beside the steps: it is polled before each step, and waited for in `close`
     _last_report: Callable[[], RankReport] | None = None
 
     def __init__(
@@ -118,9 +119,8 @@ class Pipeline(StageWeights):
         checks_loss = loss_fn is not None or spec.count_fn is None  # a bundle's count_fn tells of its loss
         if loss_fn is None:
             loss_fn, count_fn = spec.loss_fn, count_fn or spec.count_fn
-        self.step_index, self._training, self._closed = 0, True, False
+        self.step_index, self._training, self._closed, self.beside = 0, True, False, []
         self._take_batch, self._on_event, self._on_call = spec.take_batch, on_event, on_call
-        self.beside: list[Beside] = []
         self._unseen: deque[Recording] = deque()  # what on_event was not given yet
         of_plan: dict[str, Any] = {}
         if isinstance(plan, Plan):
