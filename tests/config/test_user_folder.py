@@ -37,6 +37,8 @@ def test_without_the_option_it_is_not_there(folder: pathlib.Path) -> None:
     load_config([f"--config-dir={folder}", "model=tiny"])
     with pytest.raises(ConfigError, match="model=tiny: allowed are gpt2, hf, llama, python"):
         load_config(["model=tiny"])
+    with pytest.raises(ConfigError, match="Cannot find primary config 'mine'"):
+        load_config(["--config-name=mine"])
 
 
 @pytest.mark.parametrize(
