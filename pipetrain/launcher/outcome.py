@@ -6,7 +6,9 @@ import contextlib
 import ctypes
 import enum
 import json
+import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
@@ -117,6 +119,10 @@ def leave_process(code: int) -> NoReturn:
     """Past a failure threads may still wait for ranks that are gone: nothing is joined."""
     sys.stdout.flush()
     sys.stderr.flush()
+    # The folder of the sockets of worker processes: the exit handler that removes it does not run.
+    sockets = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+    if sockets is not None and multiprocessing.parent_process() is None:  # else it may be the parent's
+        shutil.rmtree(sockets, ignore_errors=True)
     os._exit(code)
 
 
