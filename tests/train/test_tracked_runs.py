@@ -12,6 +12,7 @@ import time
 import pytest
 import wandb_log
 from commands import PIPETRAIN, Process, begin, children_of, end, environment, is_alive, wait_until
+from pages import panels_in
 from ranks import PATIENCE_SECONDS
 from resumed import metrics_of, num_steps_of
 from small_text import make_text
@@ -150,7 +151,9 @@ def test_a_killed_run_goes_on_as_the_same_one_with_every_step(folder: pathlib.Pa
     last = rows[-1]
     assert last["timeline_page/_type"] == "html-file"
     media = wandb_log.newest(folder / "killed").parent / "files"
-    assert "<svg" in (media / last["timeline_page/path"]).read_text()
+    predicted, measured = panels_in((media / last["timeline_page/path"]).read_text())
+    assert predicted["ops"]
+    assert measured["ops"]
     (config,) = (
         {update.key: update.value_json for update in record.run.config.update}
         for record in wandb_log.records(wandb_log.newest(folder / "killed"))
