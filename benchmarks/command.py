@@ -32,6 +32,7 @@ NAMES = {
     "trade": "time against bytes: whole sets, segments, selective recomputation of a transformer",
     "balance": "layers per stage balanced with R counted, compared with equal numbers",
     "foreseen": "what layers alone say of stages, and the meter of the process",
+    "plan": "steps that a plan predicts beside the same steps measured",
     "ablation": "what each idea brings, alone and together",
     "real": "a GPT on this machine's cores, tokens per second",
     "replay": "one stage at real size on one GPU, its neighbours replayed",

@@ -1,4 +1,4 @@
-"""How long the steps of a loop of one's own wait for `pipetrain.save`: `torchrun --standalone --nproc-per-node=2 -m benchmarks.loop_save_cost`.
+"""How long the steps of a loop of one's own wait for `pipetrain.save`: `torchrun --nproc-per-node=2 -m benchmarks.loop_save_cost`.
 
 Each rank says how long it was in `save`, in the wait before an optimizer step and in the agreements between steps. The copies and the
 writing go on beside the steps, which also slows these: `benchmarks.snapshot_cost` measures that.

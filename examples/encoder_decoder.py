@@ -1,4 +1,4 @@
-"""An encoder and a decoder learn to reverse a row of symbols: `torchrun --standalone --nproc-per-node=2 examples/encoder_decoder.py runs/reverse`.
+"""An encoder and a decoder learn to reverse a row of symbols: `torchrun --nproc-per-node=2 examples/encoder_decoder.py runs/reverse`.
 
 Each layer takes and returns a tuple, which crosses the boundary between stages as it is. Type it again after a kill: it continues.
 """

@@ -1,4 +1,4 @@
-"""A mixture of experts with a loss that spreads the load: `torchrun --standalone --nproc-per-node=2 examples/experts.py runs/experts`.
+"""A mixture of experts with a loss that spreads the load: `torchrun --nproc-per-node=2 examples/experts.py runs/experts`.
 
 Each layer gives the loss of its own router to `add_loss`, on whatever stage it is. Type it again after a kill: it continues.
 """

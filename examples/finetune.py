@@ -1,4 +1,4 @@
-"""A causal language model of Hugging Face learns chats: `torchrun --standalone --nproc-per-node=2 examples/finetune.py MODEL CHATS runs/taught`.
+"""A causal language model of Hugging Face learns chats: `torchrun --nproc-per-node=2 examples/finetune.py MODEL CHATS runs/taught`.
 
 `python docs/small_llama.py MODEL CHATS` makes both. Type it again after a kill: it continues. To get files for `from_pretrained`, use
 `pipetrain train experiment=finetune` and `pipetrain export`.

@@ -7,7 +7,6 @@ Entry points are of `pipetrain.schedules` and `pipetrain.op_handlers`. A `Pipeli
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from pipetrain import Op
@@ -26,6 +25,6 @@ def with_norms(shape: Shape) -> ComputeLanes:
 
 def write_norm(op: Op, layers: Sequence[nn.Module]) -> None:
     """A line per step in a file per stage. It runs on the rank that holds the stage, on the stream of F and B, without a graph."""
-    gradients = [weight.grad for layer in layers for weight in layer.parameters() if weight.grad is not None]
+    gradients = [weight.grad for weight in nn.ModuleList(layers).parameters() if weight.grad is not None]
     with open(f"norms-of-stage-{op.stage}.txt", "a") as file:
-        file.write(f"{float(torch.nn.utils.get_total_norm(gradients))}\n")
+        print(float(nn.utils.get_total_norm(gradients)), file=file)

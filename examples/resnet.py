@@ -1,4 +1,4 @@
-"""A ResNet with BatchNorm learns to tell stripes apart: `torchrun --standalone --nproc-per-node=2 examples/resnet.py runs/resnet`.
+"""A ResNet with BatchNorm learns to tell stripes apart: `torchrun --nproc-per-node=2 examples/resnet.py runs/resnet`.
 
 Type it again after a kill, on any number of ranks: it continues from its newest snapshot. BatchNorm normalizes each microbatch by itself.
 """

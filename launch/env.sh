@@ -19,8 +19,9 @@ export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32}
 export CUDA_MODULE_LOADING=${CUDA_MODULE_LOADING:-LAZY}
 
 # --- gloo and NCCL ---
-# The network device that joins the machines. Without it, gloo takes the one to which the machine's own name leads (on some
-# systems 127.0.1.1, where others cannot reach it) and NCCL the first that is up. `ip -br addr` lists them.
+# The network device that joins the machines. Without it, ranks take the one that leads to the rendezvous. Where none does (its name is that
+# of 127.0.1.1, on some systems), gloo takes the one to which the machine's own name leads, and NCCL the first that is up. `ip -br addr`
+# lists them.
 if [[ -n ${INTERFACE:-} ]]; then
   export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$INTERFACE}
   export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$INTERFACE}

@@ -8,9 +8,10 @@ LAUNCH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 cd "$LAUNCH/.."
 
 PYTHON=${PYTHON:-.venv/bin/python}
+# torchrun's --standalone would execute what other users of the machine write into its store.
 RANKS=${RANKS:-2} # pipeline.num_stages / pipeline.stages_per_rank
 # shellcheck source=launch/env.sh
 source "$LAUNCH/env.sh"
 
-exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node="$RANKS" --max-restarts=0 \
+exec "$PYTHON" -m torch.distributed.run --master-port="${PORT:-29500}" --nproc-per-node="$RANKS" --max-restarts=0 \
   -m pipetrain.train "$@"

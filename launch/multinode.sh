@@ -10,6 +10,7 @@
 #   MAX_RESTARTS    how often torchrun starts all ranks again when one fails (default 0); takes resume=auto
 #   WAIT_SECONDS    how long a machine waits for the others (default 600)
 #
+# The machines share a key: PIPETRAIN_RENDEZVOUS_KEY, or a file of mode 0600 (docs/OPERATIONS.md, Safety).
 # run_dir has to lie on a file system that all machines see. A whole cluster with a queue: launch/slurm.sbatch.
 set -euo pipefail
 LAUNCH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -26,9 +27,9 @@ source "$LAUNCH/env.sh"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 # torchrun passes the listed signals on, so that SIGUSR1 to it saves and stops as Ctrl-C does.
-exec "$PYTHON" -m torch.distributed.run \
+exec "$PYTHON" -m pipetrain.launcher.signed \
   --nnodes="$NODES" --nproc-per-node="$RANKS_PER_NODE" \
-  --rdzv-backend=c10d --rdzv-endpoint="$RENDEZVOUS" --rdzv-id=pipetrain \
+  --rdzv-backend=pipetrain --rdzv-endpoint="$RENDEZVOUS" --rdzv-id=pipetrain \
   --rdzv-conf="join_timeout=$WAIT_SECONDS,read_timeout=$WAIT_SECONDS" \
   --max-restarts="${MAX_RESTARTS:-0}" \
   --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \

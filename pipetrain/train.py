@@ -26,11 +26,12 @@ from pipetrain.comm.own_device import set_variables_of_gpus
 from pipetrain.comm.transport import PINNED
 from pipetrain.config.load import as_yaml, load_config, read
 from pipetrain.config.phases import Phase, naming_phase, phases_of
-from pipetrain.config.records import HUGGING_FACE, PYTHON, WEIGHTS_IN, RunConfig
+from pipetrain.config.records import HUGGING_FACE, NATIVE, PYTHON, WEIGHTS_IN, RunConfig
+from pipetrain.config.terminal import say
 from pipetrain.config.together import check_run, with_steps
 from pipetrain.data.batches import PhasedBatches
 from pipetrain.data.dataset import Data, open_data, own_data
-from pipetrain.data.own import OwnData, sizes_of
+from pipetrain.data.own import OwnData, check_length, sizes_of
 from pipetrain.engine.available import check_available, check_engine
 from pipetrain.engine.engine import make_engine
 from pipetrain.launcher.outcome import (
@@ -60,7 +61,7 @@ from pipetrain.snapshot.start import AUTO as AUTO_RESUME
 from pipetrain.snapshot.start import check_start
 from pipetrain.trainer.agree import agreed_folder, check_all_read_the_same, from_first
 from pipetrain.trainer.guard import Guard
-from pipetrain.trainer.prepare import PreparedPhase, prepare_phases
+from pipetrain.trainer.prepare import PreparedPhase, foreseen_bytes, prepare_phases
 from pipetrain.trainer.steps import OverReplicas, PhaseSteps, Steps, TokensSeen, equal_work, phase_of
 
 gc.freeze()  # nor is any of them looked at later
@@ -83,6 +84,7 @@ def train(config: RunConfig) -> Outcome:
             joined = join_group(
                 timeout_seconds=config.timeout_seconds,
                 starts_alone=True,
+                uses_torch=config.engine.name != NATIVE,
                 shares_gpus=config.transport.backend == PINNED,
                 num_replicas=world.num_replicas,
                 order=config.parallel.order,
@@ -90,7 +92,7 @@ def train(config: RunConfig) -> Outcome:
             group = stack.enter_context(joined)
         phases = prepare_phases(config, group.size, _agreed_orders(config, group))
         if phases[0].run.note and group.rank == 0:
-            print(f"pipetrain: {phases[0].run.note}", file=sys.stderr, flush=True)
+            say(phases[0].run.note)
         data = _data(config, group, phases[0].run.plan)
         for own in data:
             stack.callback(own.train.close)
@@ -107,7 +109,7 @@ def train(config: RunConfig) -> Outcome:
 
             keep_files(find_source(str(config.model.path), config.model.revision), folder.model)
         steps = _steps(config, phases, data, spec, folder, group, stack)
-        signum = steps.run(lambda: group.largest(steps.request(stop.signum)))
+        signum = steps.run(lambda: group.largest(steps.request(stop.signum)), group.largest)
         steps.report(signum)
         steps.finish(group)
         group.largest(0)  # nobody leaves before everything is written
@@ -126,6 +128,7 @@ def _data(config: RunConfig, group: Group, plan: Plan) -> list[Data]:
     phases, data, told = phases_of(config), list[Data](), 0
     if config.data.name == PYTHON:
         sizes = from_first(lambda: sizes_of(config.data), group)
+        check_length(config, (sizes[0], sizes[1]))
         stages = plan.stages_of(group.coordinates.stage)
         is_read = group.rank == 0 or not {0, plan.num_stages - 1}.isdisjoint(stages)
         opened_own = OwnData(config.data, config.seed, (sizes[0], sizes[1]), is_read, wait)
@@ -138,7 +141,7 @@ def _data(config: RunConfig, group: Group, plan: Plan) -> list[Data]:
         if data[-1].num_skipped not in (0, told) and group.rank == 0:
             told = data[-1].num_skipped
             skipped = f"{told} documents are no samples and left out (data.on_error=skip), the first of them: "
-            print(f"pipetrain: {skipped}{data[-1].first_skipped}", file=sys.stderr, flush=True)
+            say(f"{skipped}{data[-1].first_skipped}")
     return data
 
 
@@ -226,11 +229,11 @@ def _steps(
     planned = ((phase.run.plan, phase.run.schedule) for phase in phases)
     recorder.start(as_yaml(config), asdict(config), *planned, kinds=phases[0].run.size.kinds or ())
     ranks = rank_places(plan, group.grid)
-    of_phases = _phase_steps(config, phases, data, group, ranks)
+    of_phases = _phase_steps(config, phases, data, group, ranks, folder)
     now = phase_of(of_phases, first)
     engine = make_engine(config, spec, now.plan, now.schedule, device=group.device, on_event=recorder.on_event)
     stack.enter_context(closing(engine))
-    guard, seen = Guard(config.guard), TokensSeen()
+    guard, seen = Guard(config.guard), TokensSeen(data[0].train)
     snapshots.attach(engine.model, engine.optimizer, guard, seen, from_file=spec.from_file)
     return Steps(
         config=config,
@@ -254,6 +257,7 @@ def _phase_steps(
     data: Sequence[Data],
     group: Group,
     ranks: tuple[RankPlace, ...],
+    folder: RunFolder,
 ) -> tuple[PhaseSteps, ...]:
     """What the steps of each phase work with."""
     ends = [*(phase.first_step - 1 for phase in phases[1:]), config.num_steps]
@@ -269,6 +273,7 @@ def _phase_steps(
             share=OverReplicas.of(phase.run.plan, group.coordinates, group.replicas, None).share,
             mfu_of_a_token_per_second=_mfu_of_a_token_per_second(phase.config, own.vocabulary_size, group.size),
             watch=StragglerWatch(equal_work(phase.run.plan, phase.run.size), ranks),
+            foreseen_bytes=foreseen_bytes(phase.config, phase.run, folder.layers),
         )
         for phase, last_step, own in zip(phases, ends, data)
     )
@@ -283,7 +288,7 @@ def _warnings_as_lines() -> Iterator[None]:
 
         def tell(message: Warning | str, category: type[Warning], filename: str, *others: Any, **named: Any) -> None:
             if Path(filename).is_relative_to(package):
-                print(f"pipetrain: {message}", file=sys.stderr, flush=True)
+                say(str(message))
             else:
                 show(message, category, filename, *others, **named)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,9 +14,12 @@ from collections.abc import Callable
 
 from ranks import PATIENCE_SECONDS
 
+from pipetrain.monitor.lines import read_lines
+
 Process = subprocess.Popen  # of text
 PIPETRAIN = [sys.executable, "-m", "pipetrain.cli", "train"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+_LISTENS = "0A"  # include/net/tcp_states.h
+KEY = {"PIPETRAIN_RENDEZVOUS_KEY": "the key of all tests"}  # of machines that meet
 
 
 def environment() -> dict[str, str]:
@@ -22,7 +27,19 @@ def environment() -> dict[str, str]:
     root = str(pathlib.Path(__file__).resolve().parents[1])
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     kept = {key: value for key, value in os.environ.items() if key not in hidden and not key.startswith("SLURM_")}
-    return {**kept, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return {**kept, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **KEY}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def torchrun() -> list[str]:
+    """On one machine, as the documents have it, at a port of its own."""
+    return [sys.executable, "-m", "torch.distributed.run", f"--master-port={free_port()}"]
 
 
 def begin(folder: pathlib.Path, command: list[str], **variables: str) -> Process:
@@ -42,10 +59,20 @@ def begin(folder: pathlib.Path, command: list[str], **variables: str) -> Process
 
 
 def complete(folder: pathlib.Path, command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a command in `folder` to its end, whatever its exit code."""
-    return subprocess.run(
+    """Runs a command in `folder` to its end, whatever its exit code. What is idle in runs there has a cause."""
+    done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=folder, env=environment(), timeout=PATIENCE_SECONDS
     )
+    for run in (*folder.glob("*/metrics.jsonl"), folder / "runs" / "latest" / "metrics.jsonl"):
+        assert_idle_time_has_a_cause(run)
+    return done
+
+
+def assert_idle_time_has_a_cause(metrics: pathlib.Path) -> None:
+    """At most 2 % of a step is unexplained, on each rank, however busy the machine is."""
+    for line in read_lines(metrics):
+        for seconds in line.get("unexplained_seconds", ()):
+            assert seconds is None or seconds <= 0.02 * line["step_seconds"], f"{metrics}, step {line['step']}"
 
 
 def end(process: Process) -> tuple[int, str]:
@@ -71,8 +98,11 @@ def wait_until(ready: Callable[[], bool], process: Process) -> None:
 
 def children_of(pid: int) -> list[int]:
     """The processes that `pid` has started: under torchrun, the ranks."""
-    tasks = pathlib.Path(f"/proc/{pid}/task").glob("*/children")
-    return sorted(int(child) for task in tasks for child in task.read_text().split())
+    children: list[int] = []
+    for task in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # of a thread that has ended meanwhile
+            children += map(int, task.read_text().split())
+    return sorted(children)
 
 
 def is_alive(pid: int) -> bool:
@@ -81,3 +111,26 @@ def is_alive(pid: int) -> bool:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """The addresses at which a process listens, as /proc/net/tcp and tcp6 write them, and the ports."""
+    found = set()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended
+        sockets = {link.removeprefix("socket:") for link in links_of(pid)}
+        for name in ("tcp", "tcp6"):
+            for line in pathlib.Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+                columns = line.split()
+                if columns[3] == _LISTENS and f"[{columns[9]}]" in sockets:
+                    address, _, port = columns[1].partition(":")
+                    found.add((address, int(port, 16)))
+    return found
+
+
+def links_of(pid: int) -> list[str]:
+    """What the descriptors of a process are."""
+    links = []
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(entry.path))
+    return links

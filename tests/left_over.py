@@ -29,7 +29,9 @@ NAMES = {
 OWN_PREFIX = "pipetrain-tests-"  # of the folder of a run
 # What goes with the run's folder: pytest's own, what torch has compiled, and what torchrun, wandb and our launcher remove at
 # their end, which a process that is killed does not come to.
-KNOWN = re.compile(r"pytest-of-|torchinductor_|torchelastic_|tmp.*wandb-(media|artifacts)$|wandb-\d|pipetrain-\w{8}$")
+KNOWN = re.compile(
+    r"pytest-of-|torchinductor_|torchelastic_|tmp.*wandb-(media|artifacts)$|wandb-\d|pipetrain-run-\w{8}$"
+)
 
 
 class Watch:

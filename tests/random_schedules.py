@@ -51,9 +51,9 @@ def split(family: str, delay: int) -> Generator:
             lane: list[Op] = []
             late: defaultdict[int, list[Op]] = defaultdict(list)
             for op in compute:
-                lane.append(dataclasses.replace(op, kind=Kind.I) if op.kind is Kind.B else op)
+                lane.append(op._replace(kind=Kind.I) if op.kind is Kind.B else op)
                 if op.kind is Kind.B:
-                    late[op.stage].append(dataclasses.replace(op, kind=Kind.W))
+                    late[op.stage].append(op._replace(kind=Kind.W))
                     if len(late[op.stage]) > delay:
                         lane.append(late[op.stage].pop(0))
             lanes.append([*lane, *(op for ops in late.values() for op in ops)])

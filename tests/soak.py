@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from commands import TORCHRUN, Process, children_of, end, wait_until  # noqa: E402
+from commands import Process, children_of, end, torchrun, wait_until  # noqa: E402
 from resumed import STEPS, assert_same_training, finish, has_reached, num_steps_of, start  # noqa: E402
 from small_text import make_text  # noqa: E402
 
@@ -69,7 +69,7 @@ def soak(folder: pathlib.Path, stages: list[int], num_kills: int, seed: int) -> 
 def one_run(folder: pathlib.Path, num_stages: int, num_kills: int, seed: int, number: int) -> Run:
     """One run under torchrun, whose ranks are killed `num_kills` times, compared with the undisturbed one."""
     run, path, began = Run(num_stages, seed), folder / f"run-{number}", time.monotonic()
-    launcher = [*TORCHRUN, f"--nproc-per-node={num_stages}", f"--max-restarts={num_kills}", "--monitor-interval=0.1"]
+    launcher = [*torchrun(), f"--nproc-per-node={num_stages}", f"--max-restarts={num_kills}", "--monitor-interval=0.1"]
     options = [f"run_dir={path.name}", "resume=auto", f"pipeline.num_stages={num_stages}"]
     process = start(folder, [*launcher, "-m", "pipetrain.train"], *options)
     seen: set[int] = set()

@@ -44,7 +44,7 @@ STANDARD_ONLY = {"schedule", "plan", "launcher"}
 STANDARD_ONLY_FILES = ("monitor/draw/", "trainer/prepare.py")  # begin with
 # Files that may be read by who otherwise has no business in their room, or do what their room otherwise may not.
 READS_CONFIG_FILES = {"config/load.py"}  # omegaconf
-STARTS_TORCHRUN = {"launcher/launch.py"}  # torch, inside a function
+STARTS_TORCHRUN = {"launcher/launch.py", "launcher/signed.py"}  # torch, inside a function
 
 
 def imports(path: pathlib.Path) -> set[str]:

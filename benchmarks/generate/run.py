@@ -32,7 +32,6 @@ SIZES = (
     ModelConfig(num_hidden_layers=8, hidden_size=512, num_attention_heads=8),
     ModelConfig(num_hidden_layers=16, hidden_size=1024, num_attention_heads=16),
 )
-SEVERAL = 4  # prompts for the table of groups
 _HOPS_PER_TOKEN = 2  # the hidden state there, the token back
 
 
@@ -70,13 +69,9 @@ def run(options: Options) -> Result:
             measured.append(_measure(theirs, _of_transformers, size, num_tokens, options.rounds, _theirs))
     if not has_transformers:
         result.notes.append("transformers is not installed: its Llama was left out")
-    groups = {
-        number: [max(run_ranks(2, _several, config, number, num_tokens)) for _ in range(options.rounds)]
-        for number in (1, 2)
-    }
-    result.tables += [_table(measured), _table_of_groups(groups)]
+    result.tables += [_table(measured)]
     result.targets = [Target(f"{one.model}: two ranks / (one process + 2 hops)", one.ratio, MOST) for one in measured]
-    result.data = {"models": [asdict(one) for one in measured], "seconds_per_turn_of_4_prompts": groups}
+    result.data = {"models": [asdict(one) for one in measured]}
     return result
 
 
@@ -168,7 +163,7 @@ def _llama(config: ModelConfig) -> Any:
 
 
 def _of_transformers(config: ModelConfig) -> list[nn.Module]:
-    adapter = importlib.import_module("pipetrain.models.hf.adapter")
+    adapter = importlib.import_module("pipetrain.models.hf.hf_spec")
     layers: list[nn.Module] = adapter.layers_of(_llama(config), 0, config.num_hidden_layers + 2)
     return layers
 
@@ -187,19 +182,6 @@ def _theirs(config: ModelConfig, num_tokens: int) -> float:
     return _per_token(times)
 
 
-def _several(config: ModelConfig, num_groups: int, num_tokens: int) -> float:
-    """Seconds in which each of several prompts gets a token."""
-    times: list[float] = []
-
-    def on_token(prompt: int, _: int) -> None:
-        if prompt == 0:
-            times.append(time.perf_counter())
-
-    with Pipeline(_built_in(config)) as pipeline:
-        pipeline.generate([PROMPT] * SEVERAL, max_new_tokens=num_tokens, num_groups=num_groups, on_token=on_token)
-    return _per_token(times)
-
-
 # What is shown -------------------------------------------------------------------------------------------------------
 
 
@@ -210,13 +192,3 @@ def _table(measured: list[Measured]) -> Table:
         rows.append((one.model, f"{alone:.2f}", f"{hop:.3f}", f"{over_two:.2f}", f"{one.ratio:.3f}"))
     title = f"one prompt, one thread per rank; ms per token, medians of {len(measured[0].alone)} rounds"
     return Table(title, ("", "one process", "a hop", "two ranks", "two ranks / (one process + 2 hops)"), tuple(rows))
-
-
-def _table_of_groups(groups: dict[int, list[float]]) -> Table:
-    rows = tuple(
-        (f"{number}", f"{statistics.median(times) * 1e3:.2f}", f"{SEVERAL / statistics.median(times):.0f}")
-        for number, times in groups.items()
-    )
-    return Table(
-        f"{SEVERAL} prompts over two ranks, built-in llama, the smaller", ("groups", "ms per turn", "tokens/s"), rows
-    )

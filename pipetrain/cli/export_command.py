@@ -9,6 +9,7 @@ from typing import Any
 from pipetrain.cli.main import Arguments, Command, Parser, add_run, say
 from pipetrain.config.load import read
 from pipetrain.config.records import HUGGING_FACE, RunConfig
+from pipetrain.config.terminal import printable
 from pipetrain.launcher.outcome import Exit
 from pipetrain.models.hf.hf_size import check_transformers
 from pipetrain.monitor.folder import RunFolder, find_folder
@@ -44,7 +45,7 @@ def _export(arguments: Arguments) -> int:
     plan = read_plan(folder.plan)
     stages = [plan.layers_of(stage) for stage in range(plan.num_stages)]
     export_model(_tensors(folder), stages, folder.model, out, lora=config.model.lora, base=str(config.model.path))
-    print(out)
+    print(printable(str(out)))
     return Exit.DONE
 
 

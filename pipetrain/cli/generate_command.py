@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -12,6 +13,7 @@ from pipetrain.cli.main import Arguments, Command, Parser, add_run, say
 from pipetrain.comm.address import is_rank
 from pipetrain.config.load import read
 from pipetrain.config.records import HUGGING_FACE, PYTHON, WEIGHTS_IN, RunConfig
+from pipetrain.config.terminal import printable
 from pipetrain.launcher.launch import launch
 from pipetrain.launcher.outcome import Exit, Outcome, leave_process, run_as_rank, tell
 from pipetrain.monitor.folder import RunFolder, find_folder
@@ -42,6 +44,9 @@ def _add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
     parser.add_argument("--system", metavar="TEXT", help="the system message, for a chat model")
+    parser.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end a text before TEXT; may be given several times"
+    )
     parser.add_argument("--raw", action="store_true", help="continue the text itself, without the chat template")
     parser.add_argument(
         "--step",
@@ -113,10 +118,13 @@ def _asked(arguments: Arguments) -> Asked:
     from pipetrain.trainer.generate import Asked
 
     same = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "seed", "system", "raw")}
-    asked = Asked(prompts=tuple(arguments.prompt or [_PROMPT]), num_tokens=arguments.max_new_tokens, **same)
+    prompts, stop = tuple(arguments.prompt or [_PROMPT]), tuple(arguments.stop or ())
+    asked = Asked(prompts=prompts, num_tokens=arguments.max_new_tokens, stop=stop, **same)
     if not all(asked.prompts):
         raise ValueError("--prompt is empty: the model needs at least one character to continue")
-    for option, texts in (("--prompt", asked.prompts), ("--system", (asked.system or "",))):
+    if not all(asked.stop):
+        raise ValueError("--stop is empty: give the text before which a generated text ends")
+    for option, texts in (("--prompt", asked.prompts), ("--stop", asked.stop), ("--system", (asked.system or "",))):
         if any("\ud800" <= letter <= "\udfff" for text in texts for letter in text):
             raise ValueError(f"{option} has bytes that are not UTF-8: set a UTF-8 locale")
     if asked.num_tokens < 1:
@@ -168,7 +176,8 @@ def _words(arguments: Arguments) -> list[str]:
 
 
 def _write(text: str) -> None:
-    print(text, end="", flush=True)
+    # a model may have learnt codes of a terminal; a file gets them as they are
+    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def _be_a_rank(config: RunConfig, folder: RunFolder, arguments: Arguments) -> NoReturn:

@@ -9,21 +9,26 @@ import argparse
 import gc
 import importlib
 import json
+import os
 import re
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipetrain import __version__
 from pipetrain.config.renamed import current_overrides
-from pipetrain.launcher.outcome import Exit
-from pipetrain.monitor.draw.table import printable
+from pipetrain.config.terminal import printable
+from pipetrain.config.terminal import say as say
+from pipetrain.launcher.outcome import Exit, out_of_memory
 
 Parser = argparse.ArgumentParser
 Arguments = argparse.Namespace
 STDOUT = "-"
 OWN_FILE = "pipetrain.yaml"  # of the current folder: a project's own configuration, which `pipetrain new` writes
+_MOST_TOLD = 300  # characters of an unforeseen error
 _OVERRIDES = "a key, as in steps=50 recompute.mode=inline (docs/KEYS.md lists all); or a group by name, as in data=text model=gpt2"
 
 
@@ -59,8 +64,12 @@ def add_run(parser: Parser) -> None:
     parser.add_argument("run", nargs="?", default="latest", metavar="RUN", help="a run folder, or `latest` (default)")
 
 
-def present(arguments: Arguments, text: Callable[[], str], values: Callable[[], object]) -> None:
+def present(
+    arguments: Arguments, text: Callable[[], str], values: Callable[[], object], *, coloured: bool = False
+) -> None:
     """Prints the result of a command: as JSON if `--json` is given, and as text (unless it is empty) if stdout has no JSON.
+
+    `coloured`: the text has codes of a terminal, and nothing of a file.
 
     Raises:
         ValueError: the file for JSON cannot be written.
@@ -75,12 +84,7 @@ def present(arguments: Arguments, text: Callable[[], str], values: Callable[[], 
         except OSError as error:
             raise ValueError(f"{arguments.json}: cannot be written ({error.strerror})") from error
     if words := text():
-        print(words, flush=True)
-
-
-def say(text: str) -> None:
-    """A line for the user, on stderr; of what a file says in it, the terminal obeys nothing."""
-    print(f"pipetrain: {chr(10).join(map(printable, text.splitlines()))}", file=sys.stderr, flush=True)
+        print(words if coloured else printable(words), flush=True)
 
 
 def refuse(message: str, code: Exit = Exit.WRONG_INPUT) -> int:
@@ -96,6 +100,7 @@ COMMANDS = {
     "show": "draw a schedule and its cost, without running it",
     "new": "write a small project with a model and data of your own",
     "profile": "measure time and memory of each layer, and list outputs that are worth keeping",
+    "plan": "find the fastest way to train within a memory budget per device",
     "watch": "serve the page of a run on this machine, while the run goes on",
     "report": "print what a run did, measured and predicted; or compare several runs",
     "verify": "compare every schedule and mode with one process, bit for bit",
@@ -112,15 +117,29 @@ def command() -> int:
 
     Loading torch makes some 400,000 objects that stay. Without this the garbage collector would search them many times.
     """
-    gc.set_threshold(_MANY_OBJECTS)
+    # Not at all for a drawing, whose millions of objects are no garbage.
+    gc.set_threshold(0 if sys.argv[1:2] == ["show"] else _MANY_OBJECTS)
     code = main()
     gc.freeze()
     return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `pipetrain ARGV` and returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Runs `pipetrain ARGV` and returns the exit code. Whatever fails is said in one line."""
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except ValueError as error:
+        return refuse(str(error))
+    except KeyboardInterrupt:
+        return refuse("interrupted", Exit.FAILED)
+    except BrokenPipeError:  # the reader of our output has closed the pipe
+        sys.stderr.close()
+        return Exit.DONE
+    except Exception as error:
+        return refuse(out_of_memory(error) or _unforeseen(error), Exit.FAILED)
+
+
+def _run(words: Sequence[str]) -> int:
     if words[:1] == ["--version"]:
         print(f"pipetrain {__version__}")
         return Exit.DONE
@@ -143,20 +162,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.epilog, parser.formatter_class = few_keys(), argparse.RawDescriptionHelpFormatter
     # `--json` alone must not take the next override as its file
     arguments = parser.parse_intermixed_args([f"--json={STDOUT}" if word == "--json" else word for word in words[1:]])
+    if hasattr(arguments, "overrides"):
+        arguments.overrides = all_overrides(arguments)
+        if (told := _told_instead(arguments)) is not None:
+            print(told, end="")
+            return Exit.DONE
+    return command.run(arguments)
+
+
+def _unforeseen(error: Exception) -> str:
+    """The line for an error that no message was written for. The traceback goes to a file of the user's alone."""
+    what = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:_MOST_TOLD]}"
     try:
-        if hasattr(arguments, "overrides"):
-            arguments.overrides = all_overrides(arguments)
-            if (told := _told_instead(arguments)) is not None:
-                print(told, end="")
-                return Exit.DONE
-        return command.run(arguments)
-    except ValueError as error:
-        return refuse(str(error))
-    except KeyboardInterrupt:
-        return refuse("interrupted", Exit.FAILED)
-    except BrokenPipeError:  # the reader of our output has closed the pipe
-        sys.stderr.close()
-        return Exit.DONE
+        descriptor, path = tempfile.mkstemp(prefix="pipetrain-error-", suffix=".txt", text=True)
+        with os.fdopen(descriptor, "w", errors="backslashreplace") as file:
+            traceback.print_exception(error, file=file)
+    except OSError as problem:
+        return (
+            f"{what}; this should not happen, and its traceback cannot be kept ({problem.strerror}): please report it"
+        )
+    return f"{what}; this should not happen: please report it with {path}"
 
 
 def all_overrides(arguments: Arguments) -> list[str]:

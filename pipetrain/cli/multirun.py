@@ -29,9 +29,11 @@ from pipetrain.cli.main import Arguments, present, refuse
 from pipetrain.cli.report_command import reported
 from pipetrain.config.load import Source, UserFolder, conf_dir, load_config
 from pipetrain.config.problem import ConfigError
+from pipetrain.config.read_files import read_object
 from pipetrain.config.records import RunConfig
 from pipetrain.config.schema import is_free
 from pipetrain.config.secrets import check_override
+from pipetrain.config.write_files import replace_file
 from pipetrain.launcher.outcome import Exit
 from pipetrain.monitor.draw.table import Table
 from pipetrain.monitor.folder import SWEEP_JOBS, reserve_folder
@@ -105,7 +107,7 @@ def sweep(overrides: Sequence[str], check: Callable[[RunConfig], object]) -> tup
         sys.argv = before
     GlobalHydra.instance().clear()
     ended = [_file_of(folder, job) for job in jobs]
-    known = [json.loads(file.read_text()) if file.is_file() else {} for file in ended]
+    known = [read_object(file, "remove it") if file.is_file() else {} for file in ended]
     return folder, [replace(job, run_dir=one.get("run_dir"), code=one.get("code")) for job, one in zip(jobs, known)]
 
 
@@ -239,6 +241,4 @@ def _file_of(folder: Path, job: Job) -> Path:
 def _write(folder: Path, job: Job) -> None:
     path = _file_of(folder, job)
     path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(asdict(job), indent=2) + "\n")
-    draft.replace(path)
+    replace_file(path, json.dumps(asdict(job), indent=2) + "\n")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,10 +18,13 @@ from pipetrain.config.together import check_run
 from pipetrain.engine.available import check_engine
 from pipetrain.launcher.outcome import Exit
 from pipetrain.monitor.draw.table import Table, size
-from pipetrain.plan.profile import Advice, Profile, advice_of
+from pipetrain.plan.profile import Advice, LayerProfile, Link, Profile, advice_of
+from pipetrain.plan.world import world_of
 from pipetrain.trainer.prepare import conditions_of
 
 _MOST_ADVICE = 5
+ROUNDS = 9
+_LINK_SECONDS = 180.0  # that ranks may take to measure links: start, meet and end
 
 
 def _add_arguments(parser: Parser) -> None:
@@ -27,7 +35,7 @@ def _add_arguments(parser: Parser) -> None:
         "--out", metavar="FILE", default="profile.json", help="the file to write (default: %(default)s)"
     )
     parser.add_argument(
-        "--rounds", type=int, default=9, help="measurements of which the median is taken (default: %(default)s)"
+        "--rounds", type=int, default=ROUNDS, help="measurements of which the median is taken (default: %(default)s)"
     )
 
 
@@ -35,7 +43,7 @@ def _profile(arguments: Arguments) -> int:
     if arguments.rounds < 1:
         raise ValueError(f"--rounds={arguments.rounds}: allowed is 1 or more")
     config = load_config(arguments.overrides, say)
-    profile = _measured(config, arguments.rounds)
+    profile = measure_profile(config, arguments.rounds)
     Path(arguments.out).write_text(profile.as_json())
     advice = advice_of(profile, config.pipeline.num_microbatches)
     present(
@@ -46,7 +54,12 @@ def _profile(arguments: Arguments) -> int:
     return Exit.DONE
 
 
-def _measured(config: RunConfig, rounds: int) -> Profile:
+def measure_profile(config: RunConfig, rounds: int) -> Profile:
+    """Every layer of the model on this device, on a microbatch of the run and on one sample.
+
+    Raises:
+        ValueError: a run that cannot be, or cannot be measured.
+    """
     import torch
     from torch.utils import _pytree as pytree
 
@@ -58,15 +71,7 @@ def _measured(config: RunConfig, rounds: int) -> Profile:
     from pipetrain.runtime.cut import cut
     from pipetrain.runtime.profiling import profile_layers
 
-    check_run(config)
-    check_engine(config)
-    replicas = config.parallel.num_replicas
-    if not isinstance(replicas, int):
-        raise ValueError(
-            f"parallel.num_replicas={replicas}: a profile is of microbatches of one size; give the number of replicas"
-        )
-    if config.model.compile:
-        raise ValueError("model.compile=true: layers are measured as they are; use model.compile=false")
+    replicas = _replicas_to_measure(config)
     torch.set_num_threads(config.threads_per_rank)
     device, wait = choose_device(None), config.timeout_seconds
     precision = precision_of(config.precision, device)
@@ -77,20 +82,77 @@ def _measured(config: RunConfig, rounds: int) -> Profile:
     batch = data.train.batch(0)
     inputs, targets = batch if spec.take_batch is None else spec.take_batch(*batch)
     m = replicas * config.pipeline.num_microbatches
-    # The first microbatch is the largest.
-    inputs, targets = cut(inputs, m)[0], cut(targets, m, "targets")[0]
-    targets = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), targets)
-    layers = profile_layers(
-        spec,
-        inputs,
-        targets,
-        device=device,
-        rounds=rounds,
-        seed=config.seed,
-        autocast=lambda: precision.context(device),
-        say=say,
+    batch_size = config.data.global_batch_size
+
+    def of(slices: int) -> tuple[LayerProfile, ...]:
+        """Of the first microbatch of so many, which is the largest."""
+        given, wanted = cut(inputs, slices)[0], cut(targets, slices, "targets")[0]
+        return profile_layers(
+            spec,
+            given,
+            pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), wanted),
+            device=device,
+            rounds=rounds,
+            seed=config.seed,
+            autocast=lambda: precision.context(device),
+            say=say,
+        )
+
+    edges = _measured_links(config, say)
+    return Profile(
+        conditions=conditions_of(config),
+        layers=of(m),
+        samples=-(-batch_size // m),
+        smaller=of(batch_size) if batch_size > m else (),
+        link=min(edges, key=lambda link: link.bytes_per_second, default=None),
+        edges=edges,
+        device=device.type,
     )
-    return Profile(conditions=conditions_of(config), layers=layers)
+
+
+def _replicas_to_measure(config: RunConfig) -> int:
+    """Raises ValueError: a run that cannot be, or cannot be measured."""
+    check_run(config)
+    check_engine(config)
+    replicas = config.parallel.num_replicas
+    if not isinstance(replicas, int):
+        raise ValueError(
+            f"parallel.num_replicas={replicas}: a profile is of microbatches of one size; give the number of replicas"
+        )
+    if config.model.compile:
+        raise ValueError("model.compile=true: layers are measured as they are; use model.compile=false")
+    return replicas
+
+
+def _measured_links(config: RunConfig, say: Callable[[str], None]) -> tuple[Link, ...]:
+    """The links of as many ranks of this machine as a replica has; none where they cannot be measured, which `say` tells."""
+    ranks = world_of(config.pipeline, config.parallel, config.cluster).ranks_per_replica // config.cluster.num_nodes
+    if ranks < 2:
+        return ()
+    with tempfile.TemporaryDirectory(prefix="pipetrain-") as folder:
+        file = Path(folder) / "links.json"
+        with socket.create_server(("127.0.0.1", 0)) as free:  # where nobody else listens
+            start = ["--master-addr=127.0.0.1", f"--master-port={free.getsockname()[1]}", f"--nproc-per-node={ranks}"]
+        words = [sys.executable, "-m", "torch.distributed.run", *start, "-m", "pipetrain.trainer.links", str(file)]
+        try:
+            _run(words)
+            return tuple(Link(**one) for one in json.loads(file.read_text()))
+        except (subprocess.SubprocessError, OSError, ValueError) as error:
+            told = str(getattr(error, "stderr", None) or error).strip().splitlines()[-1:]
+            say(f"links were not measured, so a plan takes messages for free ({''.join(told)})")
+            return ()
+
+
+def _run(words: Sequence[str]) -> None:
+    """Raises SubprocessError: the command failed, or took too long; then its ranks are killed, too."""
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        try:
+            told, failed = run.communicate(timeout=_LINK_SECONDS)
+        except BaseException:
+            run.terminate()  # torchrun ends its ranks
+            raise
+    if run.returncode:
+        raise subprocess.CalledProcessError(run.returncode, words, told, failed)
 
 
 def _table(profile: Profile, advice: Sequence[Advice]) -> str:

@@ -6,9 +6,9 @@ For several runs it prints the keys that differ and the results, and draws their
 from __future__ import annotations
 
 import io
-import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from pipetrain.cli.main import Arguments, Command, Parser, add_json, present, re
 from pipetrain.config.load import read
 from pipetrain.config.phases import leaves
 from pipetrain.config.problem import shown
+from pipetrain.config.read_files import read_json
 from pipetrain.launcher.outcome import Exit
 from pipetrain.monitor.draw.page import framed, heading, page, paragraph
 from pipetrain.monitor.draw.table import Table, number, size
@@ -75,7 +76,7 @@ def _compare(folders: Sequence[RunFolder], arguments: Arguments) -> int:
 def reported(run_dir: str | None) -> Any:
     """The report of the run in this folder, as plain values; None: there is no report, or no run."""
     report = None if run_dir is None else RunFolder(Path(run_dir)).report
-    return json.loads(report.read_text()) if report is not None and report.is_file() else None
+    return read_json(report, "the run itself is not harmed") if report is not None and report.is_file() else None
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,16 @@ def _table(runs: Sequence[_ComparedRun]) -> Table:
     return Table(head, rows, left=frozenset({0, 1, 2}), words=words_of(head))
 
 
+def _curve(path: Path) -> Iterator[tuple[float, float]]:
+    """Step and loss of each line that has both as numbers; a loss that is null is a gap. The file may hold anything."""
+    for line in read_lines(path):
+        point: list[Any] = [line.get("step"), line.get("loss", "")]
+        if point[1] is None:
+            point[1] = math.nan
+        if all(isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63) for value in point):
+            yield point[0], point[1]
+
+
 def _write_plot(runs: Sequence[_ComparedRun], table: Table, path: Path) -> None:
     """Losses over steps, a curve per run, in the format that the name of `path` asks for; on a page above the `table`."""
     try:
@@ -145,9 +156,9 @@ def _write_plot(runs: Sequence[_ComparedRun], table: Table, path: Path) -> None:
     figure = Figure(figsize=(9.0, 5.0), layout="constrained")  # without pyplot, which would look for a screen
     axis = figure.subplots()
     for run in runs:
-        lines = list(read_lines(run.folder.metrics))
+        known = list(_curve(run.folder.metrics))
         name = f"{run.name}: {_words(run.differs)}" if run.differs else run.name
-        axis.plot([line["step"] for line in lines], [line["loss"] for line in lines], label=name, linewidth=1.2)
+        axis.plot([step for step, _ in known], [loss for _, loss in known], label=name, linewidth=1.2)
     axis.set_xlabel("step")
     axis.set_ylabel("loss, nats per token")
     axis.grid(alpha=0.3)

@@ -6,7 +6,9 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ from pipetrain.monitor.draw.terminal import legend, staircase
 from pipetrain.monitor.mesh_drawing import MeshShown, draw_mesh, mesh_html
 from pipetrain.monitor.shown import Shown, chrome_trace
 from pipetrain.plan.profile import read_profile
-from pipetrain.schedule.alive import idle_places
-from pipetrain.schedule.csv_file import pairs_in_csv, write_csv
+from pipetrain.schedule.csv_file import write_csv
+from pipetrain.schedule.families import AUTO
+from pipetrain.schedule.policy import Mode
 from pipetrain.trainer.prepare import predict, predict_mesh
 
 
@@ -55,11 +58,13 @@ def _show(arguments: Arguments) -> int:
     if arguments.mesh:
         meshes = [MeshShown(*predict_mesh(config, one.schedule)) for config, one in zip(configs, shown)]
     if arguments.out is not None:
-        write_drawing(shown, Path(arguments.out), meshes)
+        is_page = arguments.out.endswith(".html") and len(shown) == 1
+        write_drawing(shown, Path(arguments.out), meshes, _with_other_sets(configs[0], shown[0]) if is_page else None)
     present(
         arguments,
         lambda: "\n\n".join([*map(draw_mesh, meshes), draw(shown, width=arguments.width)]),
         lambda: _values(shown, meshes),
+        coloured=True,
     )
     return Exit.DONE
 
@@ -81,6 +86,21 @@ def _predicted(overrides: Sequence[str], phase: int | None) -> tuple[RunConfig, 
     return config, predict(config)
 
 
+def _with_other_sets(config: RunConfig, one: Shown) -> dict[str, Shown]:
+    """The same family with one activation set per stage, with two, and so on; none where nothing is recomputed, the order is no family's, or
+    that would take long."""
+    m, recompute, schedule = one.schedule.num_microbatches, config.recompute, config.pipeline.schedule
+    is_family = schedule != AUTO and not set(schedule) & set(".:")
+    if one.schedule.policy.mode is Mode.NEVER or not is_family or one.schedule.num_stages * m > _MOST_PASSES:
+        return {}
+    found = {}
+    for sets in range(1, min(m, _MOST_SETS) + 1):
+        with suppress(ValueError):  # the keys do not fit each other
+            name = f"{sets} activation {'sets' if sets > 1 else 'set'} per stage"
+            found[name] = predict(replace(config, recompute=replace(recompute, sets=sets)))
+    return found
+
+
 def draw(shown: Sequence[Shown], width: int | None = None) -> str:
     """For each schedule its staircase and a line per rank, then all in one table; in colours on a terminal."""
     columns = width or shutil.get_terminal_size((100, 24)).columns
@@ -89,15 +109,16 @@ def draw(shown: Sequence[Shown], width: int | None = None) -> str:
     for one in shown:
         steps = staircase(one.timeline, width=columns, colour=colour, num_stages=one.schedule.num_stages)
         proven = None if one.proof is None else f"step {one.proof}"
-        notes = (pairs_in_csv(one.schedule.family), proven, idle_places(one.schedule))
-        parts = (one.title, steps, ranks_table(one.breakdown).as_text(), *notes)
+        parts = (one.title, steps, ranks_table(one.breakdown).as_text(), proven)
         pictures.append("\n\n".join(filter(None, parts)))
     kinds = [event.op.kind for one in shown for event in one.timeline.events]
     return "\n\n".join([*pictures, legend(kinds, colour=colour), "seconds\n" + schedules_table(shown).as_text()])
 
 
-def write_drawing(shown: Sequence[Shown], path: Path, meshes: Sequence[MeshShown] = ()) -> None:
-    """Writes the schedules in the format of the ending of `path`. A page and JSON also have the `meshes`.
+def write_drawing(
+    shown: Sequence[Shown], path: Path, meshes: Sequence[MeshShown] = (), others: Mapping[str, Shown] | None = None
+) -> None:
+    """Writes the schedules in the format of the ending of `path`. A page and JSON also have the `meshes`; a page `others` to pick from.
 
     Raises:
         ValueError: an unknown format, one that holds a single schedule, or a file that cannot be written.
@@ -110,7 +131,11 @@ def write_drawing(shown: Sequence[Shown], path: Path, meshes: Sequence[MeshShown
     if meshes and ending not in _FORMATS_WITH_MESH:
         raise ValueError(f"--out={path}: {ending} holds no mesh; with --mesh use {' or '.join(_FORMATS_WITH_MESH)}")
     try:
-        path.write_text(_FORMATS[ending](shown, meshes))
+        path.write_text(
+            html(*shown, above=list(map(mesh_html, meshes)), others=others)
+            if others
+            else _FORMATS[ending](shown, meshes)
+        )
     except OSError as error:
         raise ValueError(f"{path}: cannot be written ({error.strerror})") from error
 
@@ -130,6 +155,8 @@ _FORMATS: dict[str, Callable[[Sequence[Shown], Sequence[MeshShown]], str]] = {
     ".trace.json": lambda shown, _: chrome_trace(shown[0].timeline),
     ".json": lambda shown, meshes: json.dumps(_values(shown, meshes), indent=2) + "\n",
 }
+_MOST_SETS = 8  # that a page lets its reader choose from
+_MOST_PASSES = 2**10  # stages x microbatches: eight times so many are simulated in less than a second
 _FORMATS_FOR_SEVERAL = (".svg", ".html")
 _FORMATS_WITH_MESH = (".html", ".json")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from pipetrain.cli.main import Arguments, Command, Parser, add_overrides, say
 from pipetrain.config.load import load_config
 from pipetrain.config.records import PYTHON, RunConfig
+from pipetrain.config.terminal import printable
 from pipetrain.launcher.outcome import Exit
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -22,6 +23,11 @@ def _add_arguments(parser: Parser) -> None:
         "--out",
         metavar="FOLDER",
         help="write the tokens to FOLDER, for data=memmap data.path=FOLDER (default: to the cache, in which `train` finds them)",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing: compare the tokens of PATH, or PATH itself, with their checksums",
     )
 
 
@@ -36,8 +42,10 @@ def _tokenize(arguments: Arguments) -> int:
     data = replace(config.data, path=arguments.path)
     from pipetrain.data.dataset import check_data, make_tokenizer
     from pipetrain.data.token_file import TOKENS_JSON, read_sheet
-    from pipetrain.data.tokenizing import is_cached, tokenized
+    from pipetrain.data.tokenizing import is_cached, kept_tokens, tokenized
 
+    if arguments.check and (path / TOKENS_JSON).is_file():
+        return _checked(path)
     out = None if arguments.out is None else Path(arguments.out).expanduser()
     check_data(data, config.model.path)
     tokenizer = make_tokenizer(data, config.model.path)
@@ -46,6 +54,13 @@ def _tokenize(arguments: Arguments) -> int:
             f"{arguments.path}: bytes and token ids are read as they are and not cached; set a tokenizer, "
             "data.tokenizer=FOLDER_OR_NAME, or a folder for the tokens, --out=FOLDER"
         )
+    if arguments.check:
+        found = None if out is not None else kept_tokens(data, tokenizer)
+        if found is None:
+            raise ValueError(
+                f"{arguments.path}: --check finds no tokens of it in the cache; give a folder of tokens, or the keys of the run"
+            )
+        return _checked(found)
     if out is not None and out.exists():
         what = "tokens" if (out / TOKENS_JSON).is_file() else "something"
         raise ValueError(f"--out={arguments.out}: there is {what} already; remove it, or give another folder")
@@ -58,7 +73,16 @@ def _tokenize(arguments: Arguments) -> int:
         f"{train.documents:,} documents of {train.tokens:,} tokens{counted}; held out: {heldout.documents:,} of "
         f"{heldout.tokens:,}{skipped}"
     )
-    print(f"tokens: {folder}")
+    print(f"tokens: {printable(str(folder))}")
+    return Exit.DONE
+
+
+def _checked(folder: Path) -> int:
+    from pipetrain.data.token_file import check_tokens
+
+    check_tokens(folder)
+    say("the tokens are those that were written")
+    print(f"tokens: {printable(str(folder))}")
     return Exit.DONE
 
 

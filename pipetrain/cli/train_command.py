@@ -47,6 +47,11 @@ def _train(arguments: Arguments) -> int:
         return train_as_rank(arguments.overrides)
     notes: list[str] = []  # said once nothing is wrong
     config = load_config(arguments.overrides, notes.append)
+    if config.plan.auto:
+        from pipetrain.cli.auto_plan import with_plan
+
+        arguments.overrides = with_plan(config, arguments.overrides)
+        config = load_config(arguments.overrides)
     becomes_a_job = config.cluster.name == "slurm" and config.cluster.rendezvous is None
     if arguments.dry_run and not becomes_a_job:
         raise ValueError("--dry-run: prints the job script of cluster=slurm; add cluster=slurm")
@@ -77,7 +82,9 @@ def check_train(config: RunConfig) -> Run:
     check_unclaimed(config.run_dir, again=config.resume == AUTO)
     check_available(config)
     from pipetrain.data.dataset import check_text  # loads torch, so after the checks that do not need it
+    from pipetrain.models.own import own_loss
 
+    own_loss(config.model)
     for phase in phases_of(config):
         with naming_phase(phase, config):
             check_text(phase.config.data, config.model.path)

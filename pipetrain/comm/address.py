@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
+import struct
 import time
 
 # Between two attempts: whoever starts a run on many machines starts them within seconds of each other.
 _RETRY_SECONDS = 0.5
 _ATTEMPT_SECONDS = 5.0
+
+
+STORE_VARIABLE = "PIPETRAIN_STORE"  # the file at which the ranks of one machine meet, which nobody else can open
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+_ANY_PORT = 9
+_LOOPBACKS = ("localhost", "127.0.0.1")
 
 
 class Unreachable(ConnectionError):
@@ -39,21 +47,57 @@ def wait_for(host: str, port: int, timeout_seconds: float) -> float:
         time.sleep(_RETRY_SECONDS)
 
 
-def check_can_listen(host: str, port: int) -> None:
-    """Whether this machine, which the others know as `host`, could listen at the port; it would on all its addresses.
+def listener_at(host: str, port: int) -> socket.socket | None:
+    """A socket for the other ranks, which know this machine as `host`: nobody reaches it from another network. None where `host` is no IPv4
+    address of an interface; a name may lead to another address elsewhere, so whoever listens has to do so at all of them.
 
     Raises:
-        Unreachable: another process does.
+        Unreachable: another process listens there.
     """
+    found = interface_to(host)
+    own = host if found is not None and found[1] == host else ""
+    listener = socket.socket()
     try:
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does
-            listener.bind(("", port))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does
+        listener.bind((own, port))
     except OSError as error:
+        listener.close()
         raise Unreachable(
             f"cannot listen at {host}:{port} for the other ranks ({_reason(error)}): another process has this port, perhaps "
             "an older run; end it, or choose another port"
         ) from error
+    if own:
+        return listener
+    listener.close()
+    return None
+
+
+def interface_to(host: str) -> tuple[str, str] | None:
+    """The network interface of this machine by which it reaches `host` over IPv4, and its address there.
+
+    None where there is none, and where the name of another machine or of this one leads to the loopback: elsewhere it does not.
+    """
+    try:
+        own = _probed(host)
+    except OSError:
+        return None
+    interface = _interface_of(own)
+    if interface is None or (own.startswith("127.") and host not in _LOOPBACKS):
+        return None
+    return interface, own
+
+
+def _interface_of(address: str) -> str | None:
+    """The interface with this IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # it has none
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return None
 
 
 def check_a_port_is_free() -> None:
@@ -80,22 +124,27 @@ def explain_unreachable(host: str, port: int, seconds: float, error: OSError) ->
             "give an address, or a name that every machine can look up"
         )
     return (
-        f"{host}:{port}, where the ranks meet, could not be reached from {_local_address(host, port)} within {seconds:.0f} s "
+        f"{host}:{port}, where the ranks meet, could not be reached from {_local_address(host)} within {seconds:.0f} s "
         f"({_reason(error)}): rank 0's machine did not start, a firewall is in between, or the address is that of "
         "another network"
     )
 
 
-def _local_address(host: str, port: int) -> str:
+def _local_address(host: str) -> str:
     """The address from which this machine would reach `host`."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing for a datagram: it only chooses the way
-            own: str = probe.getsockname()[0]
+        return f"{_probed(host)} of {socket.gethostname()}"
     except OSError as error:
         return f"{socket.gethostname()} (which has no way there: {_reason(error)})"
-    return f"{own} of {socket.gethostname()}"
+
+
+def _probed(host: str) -> str:
+    """Raises OSError: there is no way to `host`."""
+    family, kind, _, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing for a datagram: it only chooses the way
+        own: str = probe.getsockname()[0]
+    return own
 
 
 def _reason(error: OSError) -> str:

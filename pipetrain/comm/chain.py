@@ -56,7 +56,9 @@ class Chain:
             self._after = self._meet(store, rank + 1, monitor)
 
     def _meet(self, store: Store, peer: int, monitor: Monitor) -> Neighbour:
-        pair = make_pair(store, f"chain/{min(self.rank, peer)}", int(self.rank > peer), monitor.timeout_seconds)
+        pair = make_pair(
+            store, f"chain/{min(self.rank, peer)}", int(self.rank > peer), monitor.named(self._ranks[peer]), monitor
+        )
         return Neighbour(pair, int(peer > self.rank), self._ranks[peer], monitor)
 
     @property

@@ -6,10 +6,11 @@ Of two ranks: the chain and the stage edges on a CPU. Of several in a ring: thos
 from __future__ import annotations
 
 import functools
+import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Protocol
 
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store, Work
 
-from pipetrain.comm.failure import Monitor, PipelineError
+from pipetrain.comm.failure import Monitor
+from pipetrain.comm.ports import close_ports, opened_ports
 from pipetrain.comm.torch_distributed import connecting_on_use
 
 # How long a transfer itself may take. Whoever needs its result times out much earlier and says so; this only has to be
@@ -103,48 +105,52 @@ class Pair(Protocol):
     def allreduce(self, tensors: list[Tensor], options: AllreduceOptions, /) -> Work: ...
 
 
-def make_pair(store: Store, name: str, place: int, timeout_seconds: float) -> Pair:
-    """A communicator of two ranks. `name` is unique and the same on both; `place` is 0 on one and 1 on the other.
+def make_pair(store: Store, name: str, place: int, peer: str, monitor: Monitor) -> Pair:
+    """A communicator with `peer`. `name` is unique and the same on both ranks; `place` is 0 on one and 1 on the other.
 
     Raises:
-        PipelineError: the other rank did not come.
+        PipelineError: the other rank did not come within the time-out of `monitor`, or is gone.
     """
-    with _naming(name, timeout_seconds, "the other rank"):
-        return ProcessGroupGloo(PrefixStore(name, store), place, 2, timedelta(seconds=timeout_seconds))  # type: ignore[return-value]
+    return make_ring(store, name, place, 2, peer, monitor)
 
 
-def make_ring(store: Store, name: str, place: int, num_ranks: int, timeout_seconds: float) -> Pair:
+def make_ring(store: Store, name: str, place: int, num_ranks: int, peer: str, monitor: Monitor) -> Pair:
     """A communicator of `num_ranks` ranks, which add up: each connects to those before and after it alone. `name` is unique and the same on
-    all; `place` counts from 0.
+    all; `place` counts from 0; `peer` says who the others are.
 
     Raises:
-        PipelineError: another rank did not come.
+        PipelineError: another rank did not come within the time-out of `monitor`, or is gone.
     """
-    if num_ranks == 2:
-        return make_pair(store, name, place, timeout_seconds)
-    options = AllreduceOptions()
-    options.timeout = timedelta(seconds=timeout_seconds)
-    with _naming(name, timeout_seconds, f"one of {num_ranks} ranks"):
-        with connecting_on_use():
-            ring: Pair = ProcessGroupGloo(PrefixStore(name, store), place, num_ranks, options.timeout)  # type: ignore[assignment]
-        ring.allreduce([torch.zeros(1)], options).wait(options.timeout)  # now, and not in a step
-        return ring
-
-
-@contextmanager
-def _naming(name: str, timeout_seconds: float, who: str) -> Iterator[None]:
+    timeout = timedelta(seconds=monitor.timeout_seconds)
     try:
-        yield
+        with connecting_on_use() if num_ranks > 2 else nullcontext():
+            return _connected(store, name, place, num_ranks, timeout)
     except RuntimeError as error:
-        raise PipelineError(
-            f"no connection for {name} within {timeout_seconds:g} s (timeout_seconds): {who} did not start, or its "
-            f"address cannot be reached from here (GLOO_SOCKET_IFNAME chooses the interface): {error}"
-        ) from error
+        if "temporarily unavailable" in str(error):  # what the system has no memory for: that is no other rank's fault
+            raise
+        raise monitor.unmet(name, peer, error) from error
 
 
-def neighbours_in_ring(place: int, num_ranks: int) -> list[int]:
-    """The places with which that one is connected."""
-    return sorted({(place - 1) % num_ranks, (place + 1) % num_ranks})
+def _connected(store: Store, name: str, place: int, num_ranks: int, timeout: timedelta) -> Pair:
+    """A group whose members have come, and at whose port nobody else can. It opens when all are there: a port that waits is found."""
+    store = PrefixStore(name, store)
+    store.set(f"here/{place}", "")
+    store.wait([f"here/{other}" for other in range(num_ranks)], timeout)
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    with opened_ports() as ports:
+        names = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+        devices = [ProcessGroupGloo.create_device(interface=name) for name in names]
+        options._devices = devices or [ProcessGroupGloo.create_default_device()]  # those that torch itself would choose
+    try:
+        group: Pair = ProcessGroupGloo(store, place, num_ranks, options)  # type: ignore[assignment]
+        if num_ranks > 2:  # their connections are made on use: now, and not in a step
+            reduces = AllreduceOptions()
+            reduces.timeout = timeout
+            group.allreduce([torch.zeros(1)], reduces).wait(timeout)
+    finally:
+        close_ports(ports)
+    return group
 
 
 def break_off(pair: Pair, other: int, patience_seconds: float = 1e-3) -> bool:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
-from torch.distributed import Store
+from torch.distributed import DistNetworkError, Store
 
 # How often a rank that waits looks whether another has failed.
 _POLL_SECONDS = 1.0
@@ -27,6 +29,7 @@ _MOST_NAMED = 16  # ranks; a message is read by a human
 # How long a rank that waits for its device pauses before it asks again: short at first, as most waits are.
 _FIRST_PAUSE_SECONDS = 5e-5
 _LONGEST_PAUSE_SECONDS = 1e-3
+_BROKEN = re.compile("reset by peer|closed by peer|Broken pipe")  # what gloo says of a rank that was there and is gone
 _RANK_HANGS = "that rank hangs, is stopped, or needs longer for a step than that"
 _DEVICE_HANGS = (
     "it waits for a message of a rank that hangs or is gone, or needs longer for a step than that; a rank of which there is no "
@@ -115,12 +118,15 @@ class FailureBoard:
         answers: list[str | None] = []
 
         def ask() -> None:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, MemoryError):
                 answers.append(question(store))
 
-        self._asking = threading.Thread(target=ask, name="failure board", daemon=True)
-        self._asking.start()
-        self._asking.join(_ANSWER_SECONDS)
+        asking = threading.Thread(target=ask, name="failure board", daemon=True)
+        # There may be no memory for a thread: then this rank's own error says why it ends.
+        with contextlib.suppress(RuntimeError):
+            asking.start()
+            self._asking = asking
+            asking.join(_ANSWER_SECONDS)
         return answers[0] if answers else None
 
 
@@ -163,6 +169,23 @@ class Monitor:
             if self._lost is None:
                 self._lost = (peer, f"{what} ({_first_line(error)})")
             self._condition.notify_all()
+
+    def unmet(self, name: str, peer: str, error: RuntimeError) -> PipelineError:
+        """Why the connection `name` was not made: the first failure of the pipeline, as everywhere. A rank may die while others still
+        connect; who then loses the store can name its holder alone."""
+        if isinstance(error, DistNetworkError):
+            holder = "torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) else self.named(0)
+            self.lost(f"the store of the ranks, which {holder} or its launcher holds, for {name}", holder, error)
+        elif _BROKEN.search(str(error)):
+            self.lost(name, peer, error)
+        what = f"{self.name} connects {name} with {peer}"
+        if self._lost is not None:
+            return self._explain_loss(what)
+        missing = (
+            f"no connection for {name} within {self.timeout_seconds:g} s (timeout_seconds): {peer} did not start, or its "
+            f"address cannot be reached from here (GLOO_SOCKET_IFNAME chooses the interface): {_first_line(error)}"
+        )
+        return self._ending(self.board.post(missing), what)
 
     def wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         """Wait until `ready()`; `what()` says what for, as in `rank 2 waits in 2RECV_B3 from rank 3`.

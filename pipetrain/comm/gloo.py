@@ -13,17 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, Store
 
-from pipetrain.comm.courier import (
-    FOREVER,
-    Courier,
-    Pair,
-    Transfer,
-    break_off,
-    finish,
-    make_pair,
-    make_ring,
-    neighbours_in_ring,
-)
+from pipetrain.comm.courier import FOREVER, Courier, Pair, Transfer, break_off, finish, make_pair, make_ring
 from pipetrain.comm.ends import Arrived, Ended, MakeBuffers
 from pipetrain.comm.failure import Monitor
 from pipetrain.comm.forms import Form, flat_bytes
@@ -48,17 +38,18 @@ class GlooEdges:
         self._reduces: _Reduces | None = None
 
     def inbound(self, edge: int, direction: str, place: int, peer: str) -> GlooEnd:
-        pair = make_pair(self._store, f"edge/{edge}/{direction}", place, self._monitor.timeout_seconds)
+        pair = make_pair(self._store, f"edge/{edge}/{direction}", place, peer, self._monitor)
         return GlooEnd(pair, 1 - place, peer, self._lanes, self._monitor)
 
     outbound = inbound
 
     def reducer(self, ranks: tuple[int, ...], place: int, peer: str) -> GlooReducer:
         name = f"reduce/{'/'.join(map(str, ranks))}"
-        ring = make_ring(self._of_all, name, place, len(ranks), self._monitor.timeout_seconds)
+        ring = make_ring(self._of_all, name, place, len(ranks), peer, self._monitor)
         if self._reduces is None:
             self._reduces = _Reduces(self._monitor)
-        others = {other: self._monitor.named(ranks[other]) for other in neighbours_in_ring(place, len(ranks))}
+        sides = sorted({(place - 1) % len(ranks), (place + 1) % len(ranks)})
+        others = {other: self._monitor.named(ranks[other]) for other in sides}
         return GlooReducer(ring, others, peer, self._reduces, self._lanes)
 
 

@@ -112,9 +112,13 @@ class Group:
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
         """The block makes what uses this group; if it fails, the group closes. All ranks raise a ValueError, so they only close; any other
-        error is sent to the ranks that wait."""
+        error is sent to the ranks that wait.
+
+        It ends when all ranks have made it: who dies later was connected with all its neighbours, and they know what they have lost.
+        """
         try:
             yield
+            self.everyone.largest(0, "that all ranks are connected")
         except BaseException as error:
             if not isinstance(error, ValueError):
                 self.fail(error)
@@ -166,6 +170,7 @@ def join_group(
     timeout_seconds: float,
     starts_alone: bool = False,
     shares_gpus: bool = False,
+    uses_torch: bool | None = None,
     num_replicas: int = 1,
     order: str = REPLICA_STAGE,
     mesh: object = None,
@@ -174,7 +179,7 @@ def join_group(
 
     They make `num_replicas` replicas, in an `order` of `coordinates.ORDERS`; or they are those of a `mesh` of torch.distributed with
     the dimensions `replica` and `stage`, which then says both. Collective over these ranks. torch.distributed is started from torchrun's variables where nobody has; without them only if
-    it `starts_alone`, for who uses it beside the group. `device`, `shares_gpus`: see `choose_device`.
+    it `starts_alone`, for who uses it beside the group, and `uses_torch` says whether somebody does. `device`, `shares_gpus`: see `choose_device`.
 
     Raises:
         ValueError: this process is not in `process_group`, or the ranks make no such replicas; they have different versions of what
@@ -187,7 +192,7 @@ def join_group(
     chosen = choose_device(device, shares_gpus=shares_gpus)
     owns = not dist.is_initialized() and (starts_alone or is_rank())
     if owns:
-        start_torch_distributed(chosen, timeout_seconds)
+        start_torch_distributed(chosen, timeout_seconds, is_used=uses_torch)
     if not dist.is_initialized():
         return Group(0, 1, chosen, None, timeout_seconds)
     ranks = dist.get_process_group_ranks(process_group) if given is None else ranks_of(given)

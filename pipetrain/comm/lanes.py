@@ -9,6 +9,7 @@ Every crossing between lanes has the same three moments:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch.profiler import record_function
 from pipetrain.comm.ahead import Ahead
 from pipetrain.comm.device import HIGH, LOW, Device, Event, Stream, device_of
 from pipetrain.comm.device_clock import StepClock
+from pipetrain.comm.host_time import HostTime, Lap
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Lane, Op, Queue, queue_of
 
@@ -61,15 +63,18 @@ class Lanes:
         self._spans: list[_Span] = []
         self._host: list[OpEvent] = []
         self._clock: StepClock | None = None
+        self._host_time = HostTime()
+        self._before: dict[Op, Lap] = {}  # what the host did since the op before
 
     def start_step(self) -> None:
         self._ended.clear()
         self._spans = [] if self.ahead is None else _Spans(self._spare)
-        self._host = []
+        self._host, self._before = [], {}
         caller = self.device.current()
         for stream in self._streams.values():
             self.device.follow(stream, caller)  # [1] the optimizer wrote the parameters on the caller's stream
         self._clock = self.device.clock()
+        self._host_time.lap(time.perf_counter())
 
     def end_step(self) -> None:
         caller = self.device.current()
@@ -96,14 +101,22 @@ class Lanes:
     def timed(self, lane: Lane, op: Op) -> Iterator[None]:
         stream = None if self.ahead is None else self._stream(lane, op)
         start = self.device.record(stream, self._spare.pop() if self._spare else None)
+        if self.ahead is None:  # a host that runs ahead has launched most ops before their device comes to them
+            self._before[op] = self._host_time.lap(start)
         # A range for torch's profiler where it is on: without it a range is a tenth of what an op costs us.
         with record_function(str(op)) if _profiler_enabled() else _HERE:
             yield  # [2]
         end = self.device.record(stream, self._spare.pop() if self._spare else None)  # [3]
         self._spans.append((lane, op, start, end))
-        if self.ahead is not None:
+        if self.ahead is None:
+            self._host_time.lap(end)
+        else:
             self._ended[op] = end
             self.ahead.end(queue_of(lane, op), op)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Within it the thread that computes waits for a message."""
+        return self._host_time.waiting()
 
     def mark(self, lane: Lane, op: Op) -> Event:
         """Mark the end of `op` on its stream; ops that wait for `op` wait for this event. `record` reports its span."""
@@ -118,11 +131,14 @@ class Lanes:
         self._host.append(OpEvent(self._rank, lane, op, start, end))
 
     def recording(self) -> Recording:
-        clock, spans, host = self._clock, self._spans, self._host
+        clock, spans, host, before = self._clock, self._spans, self._host, self._before
         assert clock is not None
 
         def resolve() -> tuple[OpEvent, ...]:
-            found = [OpEvent(self._rank, lane, op, clock(start), clock(end)) for lane, op, start, end in spans]
+            found = [
+                OpEvent(self._rank, lane, op, clock(start), clock(end), *before.get(op, ()))
+                for lane, op, start, end in spans
+            ]
             return tuple(sorted([*host, *found], key=lambda event: event.start))
 
         def has_ended() -> bool:

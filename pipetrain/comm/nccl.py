@@ -79,7 +79,7 @@ class NcclEdges:
             what = f"forms {'to' if sends else 'from'} {peer}"
             self._made[name] = Communicator(
                 self._data(name, place, sends=sends),
-                make_pair(self._store, f"{name}/forms", place, self._monitor.timeout_seconds),
+                make_pair(self._store, f"{name}/forms", place, peer, self._monitor),
                 1 - place,
                 Courier(what, peer, self._monitor),
                 self._lanes.device,

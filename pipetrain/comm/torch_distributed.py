@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -10,38 +11,87 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, ProcessGroup, Store
+from torch.distributed import FileStore, HashStore, PrefixStore, ProcessGroup, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipetrain.comm.address import Unreachable, check_can_listen, explain_unreachable, is_rank, wait_for
+from pipetrain.comm.address import (
+    STORE_VARIABLE,
+    Unreachable,
+    explain_unreachable,
+    interface_to,
+    is_rank,
+    listener_at,
+    wait_for,
+)
 from pipetrain.comm.coordinates import REPLICA_STAGE, STAGE_REPLICA, Grid
 from pipetrain.comm.failure import PipelineError
+from pipetrain.comm.ports import closing_ports
 from pipetrain.comm.versions import check_same
 
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 REPLICA, STAGE, TENSOR = "replica", "stage", "tensor"
+_STARTS = itertools.count()  # of torch.distributed in this process: all ranks count alike
 
 
-def start_torch_distributed(device: torch.device, timeout_seconds: float) -> None:
+def start_torch_distributed(device: torch.device, timeout_seconds: float, *, is_used: bool | None = None) -> None:
     """Initialise torch.distributed from torchrun's variables, or for this process alone where there are none.
 
-    Its process group connects nobody until somebody uses it. We do not: gloo would connect every rank with every other,
-    and what a rank opens must not grow with their number.
+    On one machine its process group connects every rank with every other, and closes its port. So it does over machines
+    if it `is_used`; if not, nobody ever connects there. Where that is not known, two ranks connect when they first talk: what a rank opens
+    must not grow with their number.
 
     Raises:
         ValueError: the ranks have different versions of what they run on.
         PipelineError: the other ranks could not be met within `timeout_seconds`.
     """
     timeout = timedelta(seconds=timeout_seconds)
+    store: Store
     if is_rank():
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = store_of_this_attempt(timeout)
+        _choose_interface()
+        # Addresses of an earlier group of this process lead nowhere: its ports are closed.
+        store = PrefixStore(f"start-{next(_STARTS)}", store_of_this_attempt(timeout))
         check_same(store, rank, size)
     else:
         rank, size, store = 0, 1, HashStore()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-    with connecting_on_use():
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+    with contextlib.ExitStack() as stack:
+        if not is_on_one_machine() and not is_used:
+            stack.enter_context(connecting_on_use())
+        if is_on_one_machine() or is_used is not None:
+            stack.enter_context(closing_ports())
+        try:
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+        except RuntimeError as error:
+            missing = (
+                f"rank {rank} could not connect to every other rank within {timeout_seconds:g} s (timeout_seconds)"
+            )
+            raise PipelineError(f"{missing}: one of them has ended, see its own output ({error})") from error
+
+
+def _choose_interface() -> None:
+    """Gloo and NCCL listen and connect where the ranks meet, unless the user has named an interface."""
+    found = interface_to("127.0.0.1" if STORE_VARIABLE in os.environ else os.environ.get("MASTER_ADDR", ""))
+    if found is not None:
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", found[0])
+
+
+def all_gather_bytes(own: bytes, group: ProcessGroup | None = None) -> list[bytes]:
+    """What each rank of a gloo group gives, on every rank; nothing is unpickled. Collective."""
+    size = dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(own)]), group=group)
+    longest = max(int(length) for length in lengths)
+    parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(parts, torch.frombuffer(bytearray(own.ljust(longest, b"\0")), dtype=torch.uint8), group=group)
+    return [part.numpy().tobytes()[: int(length)] for part, length in zip(parts, lengths)]
+
+
+def is_on_one_machine() -> bool:
+    """Whether all ranks are, as far as their launcher says."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    return os.environ.get("LOCAL_WORLD_SIZE", "1" if size == "1" else "") == size
 
 
 @contextlib.contextmanager
@@ -81,6 +131,10 @@ def _store(timeout: timedelta) -> Store:
     ValueError: who started the ranks did not say where they meet.
     PipelineError: the address is taken, cannot be reached, or not all ranks came to it.
     """
+    if (file := os.environ.get(STORE_VARIABLE)) is not None:
+        shared = FileStore(file, int(os.environ["WORLD_SIZE"]))
+        shared.set_timeout(timeout)
+        return shared
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise ValueError(
@@ -92,10 +146,14 @@ def _store(timeout: timedelta) -> Store:
     start = time.monotonic()
     try:
         if hosts_it:
-            check_can_listen(host, port)
+            listener = listener_at(host, port)
+            descriptor = None if listener is None else listener.detach()
+            store = TCPStore(
+                host, port, int(os.environ["WORLD_SIZE"]), True, timeout, multi_tenant=True, master_listen_fd=descriptor
+            )
         else:
             wait_for(host, port, timeout.total_seconds())
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+            store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
     except Unreachable as error:
         raise PipelineError(f"rank {os.environ['RANK']}: {error}") from error
     except RuntimeError as error:
@@ -156,7 +214,7 @@ def grid_of_mesh(mesh: DeviceMesh) -> Grid:
 def make_mesh(grid: Grid, rank: int, members: list[int], device_type: str, timeout_seconds: float) -> DeviceMesh:
     """A mesh of `grid`, in which torch.distributed knows rank r as `members[r]`. Collective.
 
-    Its groups connect two ranks when these first talk to each other, and are made by their own ranks alone: the other ranks of
+    Its groups connect as that of `start_torch_distributed` does, and are made by their own ranks alone: the other ranks of
     torch.distributed need not come.
     """
     groups = [_group_of(grid.ranks_of_stage(rank), members, timeout_seconds)]
@@ -170,7 +228,7 @@ def make_mesh(grid: Grid, rank: int, members: list[int], device_type: str, timeo
 
 def _group_of(ranks: tuple[int, ...], members: list[int], timeout_seconds: float) -> ProcessGroup:
     timeout = timedelta(seconds=timeout_seconds)
-    with connecting_on_use():
+    with closing_ports() if is_on_one_machine() else connecting_on_use():
         made: ProcessGroup = dist.new_group(
             [members[rank] for rank in ranks], timeout=timeout, use_local_synchronization=True
         )

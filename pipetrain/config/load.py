@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import io
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from yaml import YAMLError
 
 from pipetrain.config.own_code import with_own_code
 from pipetrain.config.problem import ConfigError, nearest
+from pipetrain.config.read_files import read_yaml_text
 from pipetrain.config.records import RunConfig
 from pipetrain.config.renamed import current_overrides, current_values
 from pipetrain.config.schema import build, check_key, is_free
@@ -145,6 +147,9 @@ def _applied(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
         for value in given:
             key = value.key_or_group
             OmegaConf.update(composed, key, value.value(), merge=True, force_add=is_free(key) or is_free(f"{key}."))
+        lengths = {value.key_or_group for value in given if value.value() is not None} & {"steps", "epochs"}
+        if len(lengths) == 1:  # what is typed replaces what an experiment says
+            OmegaConf.update(composed, "epochs" if "steps" in lengths else "steps", None)
     except (HydraException, OmegaConfBaseException) as error:
         typed = [*source.words, *overrides] if source != Source() else overrides
         raise ConfigError(f"{' '.join(typed)}: {_first_line(error)}") from error
@@ -155,14 +160,17 @@ def read(path: Path) -> RunConfig:
     """The configuration that a run wrote into its folder.
 
     Raises:
-        ConfigError: the file does not exist, or is not a configuration of this version.
+        ConfigError: the file does not exist, or is not a configuration of this version; DamagedFile: it cannot be read within the limits.
     """
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file; a run folder holds config.yaml")
+    text = read_yaml_text(path, "name a run of this version")
     try:
-        return _from_values(OmegaConf.to_container(OmegaConf.load(path), resolve=True))
-    except (OmegaConfBaseException, YAMLError, OSError) as error:
+        # What looks like ${...} stays text: a file has no say in what of this machine is read.
+        values = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+    except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
         raise ConfigError(f"{path}: {_first_line(error)}") from error
+    return _from_values(values)
 
 
 def as_yaml(config: RunConfig) -> str:

@@ -24,6 +24,7 @@ from pipetrain.config.limits import (
     only,
     within,
 )
+from pipetrain.config.plan_keys import PlanConfig
 from pipetrain.config.target import ENGINES, is_extension
 
 NATIVE, DEEPSPEED = "native", "deepspeed"
@@ -160,6 +161,7 @@ class DataConfig:
     assistant_only_loss: _AssistantOnly = True
     template_date: _Date = "2026-01-01"  # the date that chat templates get which ask for today's
     item_type: Annotated[str, choice_of(*ITEM_TYPES)] = "uint16"  # memmap: the type of a token id in a .bin file
+    truncate: bool = False  # whether a document that is longer than sequence_length is cut at its end; of the layouts packed and padded
     # What to do with a document that cannot be a sample.
     on_error: MayChange[Annotated[str, choice_of("stop", "skip")]] = "stop"
     # Folder of the tokens; null: pipetrain/tokens in $XDG_CACHE_HOME or ~/.cache.
@@ -229,6 +231,9 @@ class RecomputeConfig:
     last_stage: str = "auto"  # `auto`: the last stage has no R if it has room for a whole set; `always`: it has R
     # Number of parts in which a stage is recomputed, one after the other: a number, `sqrt` (of its layers) or `layers` (each alone).
     segments: int | str = 1
+    # Whether sets may go to host memory between F and B: `none`, `auto` (each is kept, recomputed or offloaded) or `always`. `show` alone
+    # knows it so far.
+    offload: str = "none"
     # Outputs that stay from F to B and that R does not compute: `matmul`, `attention`, an operation as torch names it (`mm`), layers
     # (`2-5`, `3.mlp`: their products and attention), both (`2-5:attention`), or a list of these; None: R computes all.
     selective: str | tuple[str, ...] | None = None
@@ -417,7 +422,7 @@ class ClusterConfig:
     # Time limit of one start of the job: minutes, H:M:S or D-H:M:S; None: the partition's.
     time_limit: _TimeLimit | None = None
     cpus_per_rank: Count | None = None  # CPU cores per rank; None: threads_per_rank
-    interface: Name | None = None  # network device between machines, such as ib0; None: that of the machine's host name
+    interface: Name | None = None  # network device between machines, such as ib0; None: that to the rendezvous
     signal_seconds: Count = 120  # how long before its time limit SLURM signals the job to save and stop
     requeue: bool = True  # whether the job is queued again after a time limit, a preemption or a failure, and resumes
     max_restarts: Amount = 3  # most restarts in a row without a newer snapshot; then the job gives up
@@ -438,20 +443,13 @@ class CostConfig:
     input_gradient_seconds: _Seconds | None = None  # I of a stage; None: half of its B
     weight_gradient_seconds: _Seconds | None = None  # W of a stage; None: half of its B
     hop_seconds: _Seconds = 0.0  # one boundary tensor to the next stage
+    # Copying a set of a stage to host memory, or back; None: as long as its F.
+    offload_seconds: _Seconds | None = None
     reduce_seconds: _Seconds = 0.0  # summing a stage's gradients over replicas, or those of shared parameters
     # Bytes of a stage's input, as a fraction of its set: about 1 / (16 x layers) for a GPT; None: inputs are not counted.
     input_share: _Share | None = None
     # Bytes that recompute.selective keeps of a microbatch, as a fraction of the set; None: nothing, or not counted.
     kept_share: _Share | None = None
-
-
-@dataclass(frozen=True)
-class PlanConfig:
-    """Measurements from which a run is planned."""
-
-    # A finished run (its folder, `latest`, or its profile.json), or a file of `pipetrain profile`. A schedule or balance of `auto` is
-    # searched for these times, `show` draws with them, and `recompute.segments` cuts stages into parts by the bytes of layers.
-    profile: str | None = None
 
 
 @dataclass(frozen=True)

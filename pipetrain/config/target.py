@@ -55,9 +55,10 @@ def _imported(module_name: str, spelling: str) -> Any:
                 f"{spelling}: {module_name} cannot be imported: {type(error).__name__}: {line}"
             ) from error
         package, _, last = missing.rpartition(".")
-        folders = getattr(sys.modules[package], "__path__", []) if package else sys.path
+        # Of all modules that could be meant, the user's own: among those of Python some name is always near.
+        folders = getattr(sys.modules[package], "__path__", []) if package else [os.getcwd()]
         there = [module.name for module in pkgutil.iter_modules(folders)]
-        where = package or f"{os.getcwd()} and the installed packages"
+        where = package or f"{os.getcwd()} or in the installed packages"
         raise ConfigError(f"{spelling}: there is no module {last!r} in {where}{nearest(last, there)}") from error
 
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from pipetrain.config.phases import phases_of, steps_of_phases
-from pipetrain.config.problem import ConfigError
+from pipetrain.config.problem import ConfigError, shown
 from pipetrain.config.records import HUGGING_FACE, PYTHON, WEIGHTS_IN, RunConfig
 from pipetrain.config.schema import check_limits
 from pipetrain.schedule.policy import RecomputePolicy
@@ -43,12 +43,21 @@ def check_run(config: RunConfig) -> None:
         ConfigError: a value out of range, one that is not supported, or keys that do not fit each other.
     """
     check_schedule(config)
+    if config.recompute.offload != "none":
+        raise ConfigError(
+            f"recompute.offload={config.recompute.offload}: only `pipetrain show` knows it so far; use recompute.offload=none"
+        )
     in_parts = config.recompute.segments != 1  # which layers make a part depends on their bytes
     by_profile = "auto" in (config.pipeline.schedule, config.pipeline.balance) or in_parts
     if config.plan.profile is not None and not by_profile:
         raise ConfigError(
             f"plan.profile={config.plan.profile}: pipeline.schedule={config.pipeline.schedule} and the given pipeline.balance do not use measured "
             "times; use `auto` for one of them, or leave plan.profile out (`pipetrain show` draws any schedule with it)"
+        )
+    if config.plan.cluster is not None or config.plan.tensor != 1:
+        raise ConfigError(
+            f"plan.cluster={shown(config.plan.cluster)} plan.tensor={config.plan.tensor}: `pipetrain plan` alone reads plan.cluster, and "
+            "plan.tensor with it; leave both out"
         )
     if config.pipeline.schedule == "auto" and config.pipeline.search_seconds >= config.timeout_seconds:
         raise ConfigError(

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,9 +33,8 @@ class Batches:
         self._samples = samples
         self.batch_size = batch_size
         self._seed = seed
-        self._order = functools.lru_cache(maxsize=2)(
-            self._shuffled
-        )  # two: a batch may need the end of one epoch and the next
+        # Two: a batch may need the end of one epoch and the next.
+        self._order = functools.lru_cache(maxsize=2)(self._shuffled)
 
     def close(self) -> None:
         """Gives back what is held to read them: nothing."""
@@ -52,6 +52,13 @@ class Batches:
         """`batch_size` samples, or a `share` of them, where `first` came before them."""
         indices = self.indices_from(first)
         return self._samples.take(indices if share is None else indices[share.rows_of(len(indices))])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a snapshot must hold to go on: nothing, because a batch is a function of the step."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Back to what `state_dict` gave."""
 
     def are_of(self, other: Batches) -> bool:
         """Whether both take the very same samples, in one order."""

@@ -12,6 +12,7 @@ sample, and a template that fails is refused: the loss would be taken on other t
 from __future__ import annotations
 
 import datetime
+import functools
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,10 +28,12 @@ from pipetrain.data.documents import MESSAGES, Row
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
+_MOST_SHOWN = 200  # characters of what a template says
+
 Span = tuple[int, int]  # characters of a rendered chat
 
 
-class SampleRefused(Exception):
+class SampleRefused(ValueError):
     """A chat that cannot be a sample; the message says why, after its file and line."""
 
 
@@ -86,6 +89,10 @@ class ChatTemplate:
                 prompt = self.render(row, answers=True, first=number)
                 with_answer = self.render(row, first=number + 1)
             except SampleRefused as error:
+                if not number:
+                    raise SampleRefused(
+                        "it begins with an answer, and the chat template writes no prompt before it"
+                    ) from None
                 raise self._refusal(f"it cannot write the first {number} messages alone ({error})") from None
             if not (whole.startswith(prompt) and whole.startswith(with_answer) and len(prompt) <= len(with_answer)):
                 raise self._refusal(
@@ -104,12 +111,13 @@ class ChatTemplate:
     def _rendered(
         self, row: Row, messages: Sequence[Row], answers: bool, *, marks: bool
     ) -> tuple[list[str], list[list[Span]]]:
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
+
+        from pipetrain.data.template_budget import TooSlow
 
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            with _pinned(self.date):
+            with _pinned(self.date, {"messages": given, "tools": row.get("tools")}):
                 rendered: tuple[list[str], list[list[Span]]] = render_jinja_template(
                     [given],
                     tools=row.get("tools"),
@@ -118,8 +126,11 @@ class ChatTemplate:
                     add_generation_prompt=answers,
                     **self.special_tokens,
                 )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
-            raise SampleRefused(f"the chat template of {self.called} does not take it ({error})") from None
+        except (MemoryError, TooSlow):
+            raise  # elsewhere it may be a sample
+        except Exception as error:  # it is a program of others: it may fail in every way
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:_MOST_SHOWN]
+            raise SampleRefused(f"the chat template of {self.called} does not take it ({reason})") from None
         for number, message in enumerate(given):
             if isinstance(parts := message.get("content"), (list, Mapping)) and str(parts) in rendered[0][0]:
                 raise SampleRefused(
@@ -132,11 +143,34 @@ class ChatTemplate:
 _clock = threading.Lock()
 
 
-@contextmanager
-def _pinned(date: datetime.date) -> Iterator[None]:
-    """Templates are told `date` as today. transformers gives them a function that asks the clock, and takes no other: so the clock that
-    it asks is another one meanwhile."""
+@functools.lru_cache(maxsize=8)
+def _compiled(template: str) -> Any:
+    """The template as transformers compiles it, in a sandbox with a budget."""
     from transformers.utils import chat_template_utils
+
+    from pipetrain.data.template_budget import BudgetedEnvironment
+
+    sandbox = chat_template_utils.ImmutableSandboxedEnvironment
+    chat_template_utils.ImmutableSandboxedEnvironment = BudgetedEnvironment
+    try:
+        return chat_template_utils._cached_compile_jinja_template(template)
+    finally:
+        chat_template_utils.ImmutableSandboxedEnvironment = sandbox
+
+
+@contextmanager
+def _pinned(date: datetime.date, document: Any) -> Iterator[None]:
+    """Templates are told `date` as today, and have the budget of `document`.
+
+    transformers gives them a function that asks the clock, and takes no other: so the clock that it asks is another one meanwhile. So is
+    what it compiles templates with.
+    """
+    from transformers.utils import chat_template_utils
+
+    def compiled(template: str) -> Any:
+        found = _compiled(template)
+        found.environment.start(document)
+        return found
 
     class Clock:
         @staticmethod
@@ -144,9 +178,9 @@ def _pinned(date: datetime.date) -> Iterator[None]:
             return datetime.datetime.combine(date, datetime.time())
 
     with _clock:
-        asked = chat_template_utils.datetime
-        chat_template_utils.datetime = Clock
+        asked, compiles = chat_template_utils.datetime, chat_template_utils._compile_jinja_template
+        chat_template_utils.datetime, chat_template_utils._compile_jinja_template = Clock, compiled
         try:
             yield
         finally:
-            chat_template_utils.datetime = asked
+            chat_template_utils.datetime, chat_template_utils._compile_jinja_template = asked, compiles

@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import stat
 import sysconfig
 import time
 import zlib
@@ -20,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipetrain.config.read_files import parse_json
 from pipetrain.config.records import DataConfig
+from pipetrain.config.write_files import replace_file, user_cache
 
 GZIP = ".gz"
 # Folders of the standard library that are not it: what was installed later, and its tests (huge, repetitive, often left out).
@@ -84,10 +87,16 @@ def _files_in(folder: Path, key: str, given: str, pattern: str) -> list[Path]:
 
 
 def cache_root(cache_dir: str | None) -> Path:
-    """`data.cache_dir`, or a folder of this user's cache."""
-    if cache_dir is not None:
-        return Path(cache_dir).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipetrain" / "tokens"
+    """`data.cache_dir`, or a folder of this user's cache. Raises ValueError: everybody may write there, so its tokens may be anybody's."""
+    if cache_dir is None:
+        return user_cache("tokens")
+    root = Path(cache_dir).expanduser()
+    if root.is_dir() and root.stat().st_mode & stat.S_IWOTH:
+        raise ValueError(
+            f"data.cache_dir={cache_dir}: everybody may write into this folder, so its tokens may be anybody's; choose another, or "
+            f"type: chmod o-w {root}"
+        )
+    return root
 
 
 def memory_of(config: DataConfig) -> Path:
@@ -158,13 +167,11 @@ def remembered(files: Sequence[Path], memory: Path, what: str, find: Callable[[]
     looks = [(str(file.resolve()), s.st_size, s.st_mtime_ns, s.st_ino) for file, s in zip(files, stats, strict=True)]
     kept = memory / f"{what}-{hashlib.sha256(json.dumps(looks).encode()).hexdigest()[:32]}.json"
     with contextlib.suppress(OSError, ValueError):
-        return json.loads(kept.read_text())
+        return parse_json(kept.read_bytes())
     found = find()
     with contextlib.suppress(OSError):
         kept.parent.mkdir(parents=True, exist_ok=True)
-        draft = kept.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(found))
-        draft.replace(kept)
+        replace_file(kept, json.dumps(found))
     return found
 
 

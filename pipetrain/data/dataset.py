@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,11 @@ from pipetrain.config.problem import choice_error
 from pipetrain.config.records import PYTHON, STREAM, DataConfig
 from pipetrain.config.schema import check_limits
 from pipetrain.data.batches import Batches, HeldoutBatches
-from pipetrain.data.corpus import files_at, find_files, memory_of, read_pieces, split_of
+from pipetrain.data.corpus import files_at, find_files, key_of_text, memory_of, read_pieces, split_of
 from pipetrain.data.documents import check_datasets_installed
 from pipetrain.data.own import OwnData, check_own_data, sizes_of
-from pipetrain.data.samples import SampleSets, folder_samples, stream_samples, too_short
-from pipetrain.data.token_file import (
-    TOKENS_JSON,
-    Ids,
-    check_id_file,
-    read_id_file,
-    read_sheet,
-)
+from pipetrain.data.samples import InVocabulary, SampleSets, folder_samples, stream_samples, too_short
+from pipetrain.data.token_file import TOKENS_JSON, Ids, check_id_file, read_id_file, read_sheet
 from pipetrain.data.tokenizer import BYTE, ByteTokenizer, HfTokenizer, Tokenizer, check_installed, folder_of_tokenizer
 from pipetrain.data.tokenizing import WAIT_SECONDS, Tell, is_bytes, tokenized
 
@@ -127,7 +121,9 @@ class OpenData:
         check_limits(config, "data.")
         _check_length(config)
         if config.sequence_length not in self._sets:
-            self._sets[config.sequence_length] = self._lay_out(config)
+            sets, key = self._lay_out(config), key_of_text(config)
+            train, heldout = (InVocabulary(one, sets.vocabulary_size, key) for one in (sets.train, sets.heldout))
+            self._sets[config.sequence_length] = replace(sets, train=train, heldout=heldout)
         sets = self._sets[config.sequence_length]
         return Data(
             train=Batches(sets.train, config.global_batch_size, self._seed),

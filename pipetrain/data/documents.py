@@ -17,10 +17,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipetrain.config.problem import nearest
+from pipetrain.config.read_files import parse_json
 from pipetrain.config.records import DataConfig
+from pipetrain.config.terminal import printable
 from pipetrain.data.corpus import Piece, Scanned, Split, changed, digest_of, end_of_characters, opened, scan
 
 MESSAGES = "messages"  # the field of a chat
+CONVERSATIONS = "conversations"  # that of a chat of ShareGPT, whose messages have `from` and `value`
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+}  # by `from`; others are called so
 PIECE_BYTES = 2**18  # of a long text
 _LONGEST_LINE = 2**24
 
@@ -104,13 +113,11 @@ def _documents_of_rows(rows: Callable[[], Iterator[_Row]], fraction: float, text
         content: str | Row = ""
         problem = None
         try:
-            content = _content_of(json.loads(row) if isinstance(row, bytes) else row, text_field, seen)
+            content = _content_of(parse_json(row) if isinstance(row, bytes) else row, text_field, seen)
         except json.JSONDecodeError as error:
             problem = f"it is not valid JSON ({error.msg}, column {error.colno})"
         except UnicodeDecodeError as error:
             problem = f"it is not UTF-8 (byte {error.start} of the line)"
-        except RecursionError:
-            problem = "its JSON is nested too deeply to be read"
         except ValueError as error:
             problem = str(error)
         yield Document(content, place, size, held, problem=problem)
@@ -120,11 +127,14 @@ def _content_of(row: Any, text_field: str, seen: set[str]) -> str | Row:
     """The text of a row, or the row where it is a chat. `seen`: the field of rows before. Raises ValueError: it is neither, or another kind."""
     if not isinstance(row, Mapping):
         raise ValueError(f"it is not a JSON object but a {type(row).__name__}")
-    field = MESSAGES if row.get(MESSAGES) is not None else text_field
-    content = row.get(field)
+    given = _as_messages(row)
+    field = MESSAGES if given.get(MESSAGES) is not None else text_field
+    content = given.get(field)
     if content is None:
-        fields = ", ".join(map(str, row)) or "none"
-        raise ValueError(f"it has neither `{MESSAGES}` nor `{text_field}` (data.text_field), its fields are: {fields}")
+        fields = printable(", ".join(map(str, given)), lines=False) or "none"
+        raise ValueError(
+            f"it has neither `{MESSAGES}` (or `{CONVERSATIONS}`) nor `{text_field}` (data.text_field), its fields are: {fields}"
+        )
     if other := seen - {field}:
         raise ValueError(f"it has `{field}`, those before have `{other.pop()}`: a corpus is of texts or of chats")
     seen.add(field)
@@ -134,10 +144,27 @@ def _content_of(row: Any, text_field: str, seen: set[str]) -> str | Row:
         for number, message in enumerate(content):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise ValueError(f"message {number} of `{MESSAGES}` is no object with a `role`")
-        return row
+        return given
     if not isinstance(content, str):
         raise ValueError(f"`{field}` is no text but a {type(content).__name__}")
     return content
+
+
+def _as_messages(row: Row) -> Row:
+    """A row of ShareGPT as one with `messages`; any other as it is. Raises ValueError: a message has no `from` and `value`."""
+    turns = row.get(CONVERSATIONS)
+    if row.get(MESSAGES) is not None or not isinstance(turns, Sequence) or isinstance(turns, str):
+        return row
+    messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    for number, turn in enumerate(turns):
+        if (
+            not isinstance(turn, Mapping)
+            or not isinstance(turn.get("from"), str)
+            or not isinstance(turn.get("value"), str)
+        ):
+            raise ValueError(f"message {number} of `{CONVERSATIONS}` is no object with the texts `from` and `value`")
+        messages.append({"role": _ROLES.get(turn["from"], turn["from"]), "content": turn["value"]})
+    return {**row, MESSAGES: messages}
 
 
 def choose_heldout(contents: Callable[[], Iterable[bytes]], fraction: float) -> Callable[[bytes], bool]:

@@ -2,7 +2,8 @@
 
     data.target ── in each process that reads ──► dataset ── sample by sample ──► data.collate ──► (inputs, targets) of a step
 
-The ranks of the first and the last stage read it; the others know how many samples there are.
+The ranks of the first and the last stage read it; the others know how many samples there are. An iterable dataset has an order of its own:
+each rank that reads takes all its samples, and a snapshot has its state.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from pipetrain.config.own_code import call_target, check_target, function_of, told_of
 from pipetrain.config.problem import ConfigError
-from pipetrain.config.records import DataConfig
+from pipetrain.config.records import DataConfig, RunConfig
 from pipetrain.data.batch import Batch, Share
 from pipetrain.data.batches import Batches, HeldoutBatches
 
 Sizes = tuple[int, int]  # samples for training, and held out
+STREAM = 0  # the number of samples of an iterable dataset, which nobody knows
 
 
 class Unread:
@@ -66,9 +68,10 @@ class Reader:
     def dataset(self) -> Any:
         """Raises ConfigError: there is none, it has no samples, or another number than on rank 0."""
         made = _dataset_of(self.key, self.spelling, json.dumps(dict(self.args)))
-        if self.size is not None and len(made) != self.size:
+        size = STREAM if _is_stream(made) else len(made)
+        if self.size not in (None, size):
             raise ConfigError(
-                f"{self.key}={self.spelling}: has {len(made)} samples here and {self.size} on rank 0: every rank needs the same"
+                f"{self.key}={self.spelling}: has {size} samples here and {self.size} on rank 0: every rank needs the same"
             )
         return made
 
@@ -104,16 +107,27 @@ class Reader:
 @functools.lru_cache(maxsize=2)  # for training and held out
 def _dataset_of(key: str, spelling: str, args: str) -> Any:
     made = call_target(key, spelling, json.loads(args))
-    check_map_style(f"{key}={spelling}", made)
+    if key != "data.target" or not _is_stream(made):
+        check_map_style(f"{key}={spelling}", made, " or, if it is iterable, state_dict and load_state_dict")
     return made
 
 
-def check_map_style(called: str, dataset: Any) -> None:
-    """Raises ConfigError: it has no `__len__` and `__getitem__`, or no samples."""
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+def _is_stream(dataset: Any) -> bool:
+    """Whether it is iterable, and can tell how far it is read."""
+    has_state = hasattr(dataset, "__iter__") and hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+    return has_state and not _is_map_style(dataset)
+
+
+def _is_map_style(dataset: Any) -> bool:
+    return not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
+def check_map_style(called: str, dataset: Any, otherwise: str = "") -> None:
+    """Raises ConfigError: it has no `__len__` and `__getitem__`, or no samples. `otherwise`: what else it might have."""
+    if not _is_map_style(dataset):
         raise ConfigError(
             f"{called}: a {type(dataset).__name__} cannot be read at any place, so a run could not resume; give a dataset with __len__ "
-            "and __getitem__"
+            f"and __getitem__{otherwise}"
         )
     if not len(dataset):
         raise ConfigError(f"{called}: the dataset has no samples")
@@ -164,6 +178,87 @@ class OwnBatches(Batches):
         self._loaded = None
 
 
+class Stream:
+    """An iterable dataset, in its own order; when it ends, it begins again. `state_dict` is its state behind the samples that were taken."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._called = f"{reader.key}={reader.spelling}"
+        self._position = 0  # samples that were read
+        self._iterator: Iterator[Any] | None = None
+        self._last: tuple[int, list[Any]] = (0, [])  # where the samples taken last begin, and they
+
+    def take(self, first: int, count: int, share: Share | None) -> Batch:
+        """A batch of the `share` of `count` samples, the next ones, the last ones again, or later ones.
+
+        Raises ConfigError: a sample cannot be read, or it is an earlier one.
+        """
+        if (first, count) != (self._last[0], len(self._last[1])):
+            if first < self._position:
+                raise ConfigError(
+                    f"{self._called}: sample {first} was read before, and an iterable dataset only goes on"
+                )
+            while self._position < first:  # those that the guard passes over
+                self._read()
+            self._last = first, [self._read() for _ in range(count)]
+        samples = self._last[1]
+        return self._reader.collated(samples if share is None else samples[share.rows_of(count)])
+
+    def _read(self) -> Any:
+        for _ in range(2):
+            try:
+                if self._iterator is None:
+                    self._iterator = iter(self._reader.dataset)
+                sample = next(self._iterator)
+            except StopIteration:
+                self._iterator = None
+                continue
+            except Exception as error:  # whatever the user's code raises
+                raise ConfigError(f"{self._called}: sample {self._position} raises {told_of(error)}") from error
+            self._position += 1
+            return sample
+        raise ConfigError(f"{self._called}: the dataset has no samples")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raises ConfigError: JSON would give back another state."""
+        state = self._reader.dataset.state_dict()
+        try:
+            is_plain = json.loads(json.dumps(state)) == state
+        except (TypeError, ValueError):
+            is_plain = False
+        if not is_plain:
+            raise ConfigError(
+                f"{self._called}: state_dict() must give what JSON gives back as it was: lists, numbers, text, and dicts with text as keys"
+            )
+        return {"position": self._position, "dataset": state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._reader.dataset.load_state_dict(state["dataset"])
+        self._position, self._iterator, self._last = state["position"], None, (0, [])
+
+
+class StreamBatches(Batches):
+    """Batches of a `Stream`, or of None where this rank does not read. Phases may have batches of other sizes of one stream."""
+
+    samples_per_epoch = STREAM
+
+    def __init__(self, stream: Stream | None, batch_size: int) -> None:
+        self._stream, self.batch_size = stream, batch_size
+
+    def batch_from(self, first: int, share: Share | None = None) -> Batch:
+        return Batch(None, None) if self._stream is None else self._stream.take(first, self.batch_size, share)
+
+    def are_of(self, other: Batches) -> bool:
+        return isinstance(other, StreamBatches)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._stream is None else self._stream.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state and self._stream is not None:
+            self._stream.load_state_dict(state)
+
+
 def _end_with(rank: int, _worker: int) -> None:
     """In a worker: it ends when the process of the rank is gone, of which nobody else tells it where that was killed."""
 
@@ -208,8 +303,15 @@ class OwnData:
         named = [config.target, dict(config.args), config.collate, config.file_sha256, self.sizes[0]]
         return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 
-    def batches(self, config: DataConfig) -> OwnBatches:
+    @functools.cached_property
+    def _stream(self) -> Stream | None:
+        reader = self._samples[0]
+        return Stream(reader) if isinstance(reader, Reader) else None
+
+    def batches(self, config: DataConfig) -> Batches:
         """The batches of training."""
+        if self.sizes[0] == STREAM:
+            return StreamBatches(self._stream, config.global_batch_size)
         num_workers = config.num_workers if self.is_read else 0
         return OwnBatches(self._samples[0], config.global_batch_size, self.seed, num_workers, self.timeout_seconds)
 
@@ -244,13 +346,33 @@ def check_own_data(config: DataConfig) -> None:
 def sizes_of(config: DataConfig) -> Sizes:
     """How many samples there are. The datasets are made, and the first two samples of each make a batch.
 
-    Raises ConfigError: there is no dataset, it has no samples, or they make no batch.
+    Raises ConfigError: there is no dataset, it has no samples, or they make no batch; or workers would read an iterable one.
     """
     sizes = []
     for reader in _readers(config):
+        if _is_stream(reader.dataset):
+            if config.num_workers:
+                raise ConfigError(
+                    f"data.num_workers={config.num_workers}: a {type(reader.dataset).__name__} is iterable, so each rank reads it by itself; "
+                    "leave data.num_workers out"
+                )
+            stream = Stream(reader)
+            stream.take(0, 2, None)
+            stream.state_dict()
+            _dataset_of.cache_clear()  # it has been read from
+            sizes.append(STREAM)
+            continue
         sizes.append(len(reader))
         reader.take(np.arange(min(2, sizes[-1])))
     return sizes[0], sum(sizes[1:])
+
+
+def check_length(config: RunConfig, sizes: Sizes) -> None:
+    """Raises ConfigError: the run is to pass so often through samples whose number nobody knows."""
+    if sizes[0] == STREAM and config.epochs is not None:
+        raise ConfigError(
+            f"epochs={config.epochs:g}: the length of data.target={config.data.target}, an iterable dataset, is not known; give steps instead"
+        )
 
 
 def batches(

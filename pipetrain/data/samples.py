@@ -59,7 +59,7 @@ def windows_of(tokens: Ids, sequence_length: int) -> Ids:
 class Documents:
     """Samples of whole documents, as `packed` has them; without it one each, and a mask in place of positions.
 
-    No document is longer than `sequence_length`.
+    Of a document that is longer than `sequence_length` they have the beginning.
     """
 
     def __init__(
@@ -106,7 +106,8 @@ class Documents:
         return self._documents[self._ends[sample - 1] if sample else 0 : self._ends[sample]]
 
     def _range(self, document: int) -> tuple[int, int]:
-        return int(self._part.ends[document - 1]) if document else 0, int(self._part.ends[document])
+        first = int(self._part.ends[document - 1]) if document else 0
+        return first, min(int(self._part.ends[document]), first + self.sequence_length)
 
 
 class Samples(Protocol):
@@ -167,6 +168,31 @@ def pack_documents(lengths: NDArray[Any], room: int) -> Packed:
     return Packed(np.argsort(sample_of, kind="stable"), np.cumsum(np.bincount(sample_of, minlength=0)))
 
 
+class InVocabulary:
+    """Samples whose token ids are looked at when they are taken: a file may have changed since its ids were known. `key` names it."""
+
+    def __init__(self, samples: Samples, vocabulary_size: int, key: str) -> None:
+        self.sequence_length = samples.sequence_length
+        self._samples = samples
+        self._vocabulary_size = vocabulary_size
+        self._key = key
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def take(self, indices: NDArray[np.int64]) -> Batch:
+        """As the samples do. Raises ValueError: a token is not in the vocabulary."""
+        batch = self._samples.take(indices)
+        ids = batch.inputs["input_ids"] if isinstance(batch.inputs, dict) else batch.inputs
+        largest = max((int(each.max()) for each in (ids, batch.targets) if each.numel()), default=0)
+        if largest >= self._vocabulary_size:
+            raise ValueError(
+                f"{self._key}: a sample holds the token {largest}, and there are {self._vocabulary_size}: its tokens have changed since "
+                "they were written; make them again, or find out which: pipetrain tokenize PATH --check"
+            )
+        return batch
+
+
 @dataclass(frozen=True)
 class SampleSets:
     """The samples of both parts; `heldout` is empty where nothing is held out. `fingerprint`: equal for the same samples."""
@@ -222,10 +248,10 @@ def _holds_out(config: DataConfig) -> bool:
 def _whole_documents(config: DataConfig, sheet: TokenSheet, parts: dict[str, TokenPart], layout: str) -> SampleSets:
     samples, room = {}, config.sequence_length
     num_skipped, first_skipped = sheet.num_skipped, sheet.first_problem
-    digest = hashlib.sha256(f"{sheet.fingerprint} {layout}".encode())
+    digest = hashlib.sha256(f"{sheet.fingerprint} {layout}{' truncated' * config.truncate}".encode())
     for name, part in parts.items():
         documents, problem = _choose(config, sheet, part)
-        packed = None if layout == PADDED else pack_documents(part.lengths[documents], room)
+        packed = None if layout == PADDED else pack_documents(np.minimum(part.lengths[documents], room), room)
         samples[name] = Documents(part, documents, packed, room=room, pad=sheet.pad_token)
         if not len(documents) and (name == TRAIN or _holds_out(config)):
             raise ValueError(
@@ -240,17 +266,26 @@ def _whole_documents(config: DataConfig, sheet: TokenSheet, parts: dict[str, Tok
 
 def _choose(config: DataConfig, sheet: TokenSheet, part: TokenPart) -> tuple[NDArray[np.int64], str | None]:
     """The documents that fit and have a token to predict; what is wrong with the first other. Raises ValueError: with data.on_error=stop."""
-    lengths = part.lengths
-    fits = (lengths <= config.sequence_length) & (lengths > 1)
+    lengths, room = part.lengths, config.sequence_length
+    if len(lengths) and (lengths.min() < 0 or part.ends[-1] > len(part.tokens)):
+        raise ValueError(f"{key_of_text(config)}: the ends of its documents are damaged; tokenize it again")
+    fits = (lengths <= room) & (lengths > 1)
+    if config.truncate:
+        for long in np.flatnonzero(lengths > room):
+            first = int(part.ends[long]) - int(lengths[long])
+            fits[long] = part.counted is None or bool(part.counted[first + 1 : first + room].any())
     if fits.all():
         return np.arange(len(lengths)), None
     number = int(np.flatnonzero(~fits)[0])
     source, line = map(int, part.places[number])
-    problem = f"{place_named(sheet.sources, source, line)}: it has {lengths[number]} tokens, " + (
-        f"more than data.sequence_length={config.sequence_length}; data.sequence_length={lengths.max()} takes all"
-        if lengths[number] > 1
-        else "and none of them is predicted"
-    )
+    where = place_named(sheet.sources, source, line) if 0 <= source < len(sheet.sources) else "a document"
+    problem = f"{where}: it has {lengths[number]} tokens, "
+    if lengths[number] < 2:
+        problem += "and none of them is predicted"
+    elif config.truncate:
+        problem += f"and none of the first data.sequence_length={room} counts"
+    else:
+        problem += f"more than data.sequence_length={room}; data.sequence_length={lengths.max()} takes all, data.truncate=true cuts it"
     if config.on_error == "stop":
         raise ValueError(refusal_of(problem))
     return np.flatnonzero(fits), problem

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -23,11 +23,13 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from pipetrain.config.read_files import DamagedFile, check_regular, fitted, read_object
 from pipetrain.data.corpus import remembered
 from pipetrain.data.documents import Document
 
 TOKENS_JSON = "tokens.json"
 PARTS = TRAIN, HELDOUT = "train", "heldout"
+_AGAIN = "make it again: pipetrain tokenize"
 FORMAT = 1  # of such a folder: another number makes all caches anew
 _TYPES = (np.uint8, np.uint16, np.uint32)
 
@@ -88,16 +90,22 @@ def smallest_type(vocabulary_size: int) -> np.dtype[Any]:
 
 
 def read_sheet(folder: Path) -> TokenSheet:
-    """Raises ValueError: it cannot be read, or is of another version."""
+    """Raises DamagedFile: it cannot be read, or is of another version."""
+    path = folder / TOKENS_JSON
     try:
-        found = json.loads((folder / TOKENS_JSON).read_text())
-        if found["format"] != FORMAT:
-            raise ValueError(f"it is of format {found['format']}, this version reads {FORMAT}")
-        return TokenSheet(**{**found, "parts": {name: PartNumbers(**part) for name, part in found["parts"].items()}})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{folder / TOKENS_JSON} cannot be read ({error}); make it again: pipetrain tokenize"
-        ) from None
+        found = read_object(path, _AGAIN)
+        if found.get("format") != FORMAT:
+            raise ValueError(f"it is of format {found.get('format')}, this version reads {FORMAT}")
+        sheet: TokenSheet = fitted(TokenSheet, found)
+        if sheet.item_type not in [np.dtype(kind).name for kind in _TYPES]:
+            raise ValueError(f"item_type is {sheet.item_type!r}")
+        if missing := set(PARTS) - sheet.parts.keys():
+            raise ValueError(f"the part {missing.pop()!r} is missing")
+        return sheet
+    except DamagedFile:
+        raise
+    except ValueError as error:
+        raise DamagedFile(path, error, _AGAIN) from None
 
 
 def read_part(folder: Path, sheet: TokenSheet, part: str) -> TokenPart:
@@ -113,14 +121,29 @@ def read_part(folder: Path, sheet: TokenSheet, part: str) -> TokenPart:
 
 
 def mapped(path: Path, kind: np.dtype[Any], count: int) -> Ids:
-    """`count` numbers of a file, mapped and read-only. Raises ValueError: it is not there, or holds another number of them."""
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}); make it again: pipetrain tokenize") from None
-    if size != count * kind.itemsize:
-        raise ValueError(f"{path} has {size} bytes, not {count * kind.itemsize}; make it again: pipetrain tokenize")
+    """`count` numbers of a file, mapped and read-only. Raises DamagedFile: it is not there, or holds another number of them."""
+    if (size := check_regular(path, _AGAIN)) != count * kind.itemsize:
+        raise DamagedFile(path, f"it has {size} bytes, not {count * kind.itemsize}", _AGAIN)
     return np.asarray(np.memmap(path, kind, "r")) if size else np.empty(0, kind)
+
+
+def check_tokens(folder: Path) -> None:
+    """Reads all tokens of a folder. Raises DamagedFile: one cannot be read; ValueError: they are not what was written."""
+    sheet = read_sheet(folder)
+    for name in PARTS:
+        read_part(folder, sheet, name)
+        digests = {}
+        for file in (folder / name).glob("*.bin"):
+            with file.open("rb") as opened:
+                digests[file.stem] = hashlib.file_digest(opened, "sha256").hexdigest()
+        if _digest_of_part(digests) != sheet.parts[name].digest:
+            raise ValueError(f"{folder / name}: its tokens have changed since they were written; {_AGAIN}")
+
+
+def _digest_of_part(digests: Mapping[str, str]) -> str:
+    """Of the digests of its files; where a document stood makes it no other."""
+    known = [digests[name] for name in ("tokens", "ends", "counted") if name in digests]
+    return hashlib.sha256("".join(known).encode()).hexdigest()
 
 
 class PartWriter:
@@ -164,9 +187,8 @@ class PartWriter:
 
     @property
     def numbers(self) -> PartNumbers:
-        digests = [one.hexdigest() for name, one in self._hashes.items() if name != "places"]
-        digest = hashlib.sha256("".join(digests).encode()).hexdigest()
-        return PartNumbers(self._tokens, self._documents, self._counted, self._largest, digest)
+        digests = {name: one.hexdigest() for name, one in self._hashes.items()}
+        return PartNumbers(self._tokens, self._documents, self._counted, self._largest, _digest_of_part(digests))
 
 
 _BLOCK_ITEMS = 2**22

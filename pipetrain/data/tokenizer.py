@@ -41,6 +41,14 @@ class Encoded(NamedTuple):
     problems: dict[int, str]
 
 
+class StoppedAt(Exception):
+    """Encoding cannot go on after the document of this number."""
+
+    def __init__(self, number: int, why: str) -> None:
+        super().__init__(why)
+        self.number = number
+
+
 class ByteTokenizer:
     """A token is a byte, so loss per token is loss per byte and no file is unreadable."""
 
@@ -217,6 +225,8 @@ class HfTokenizer:
         return Encoded(ids[kept], lengths * is_sample, counted[kept], problems)
 
     def _marked(self, row: Any, number: int, problems: dict[int, str]) -> tuple[str, list[tuple[int, int]]]:
+        from pipetrain.data.template_budget import TooSlow
+
         try:
             text, spans = self._template.render_marked(row)
             if half := half_of_a_character(text):
@@ -225,6 +235,8 @@ class HfTokenizer:
         except SampleRefused as error:
             problems[number] = str(error)
             return "", []
+        except TooSlow as error:
+            raise StoppedAt(number, str(error)) from None
 
     # The tokenizer itself ------------------------------------------------------------------------------------------
 

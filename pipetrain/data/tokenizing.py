@@ -23,19 +23,11 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from pipetrain.config.records import STREAM, DataConfig
+from pipetrain.config.write_files import open_to_append
 from pipetrain.data.corpus import cache_root, cut_at_a_line, digest_of, files_of, memory_of, split_of
 from pipetrain.data.documents import Corpus, Document, hf_corpus, json_corpus, text_corpus
-from pipetrain.data.token_file import (
-    FORMAT,
-    HELDOUT,
-    PARTS,
-    TOKENS_JSON,
-    TRAIN,
-    PartWriter,
-    TokenSheet,
-    smallest_type,
-)
-from pipetrain.data.tokenizer import ByteTokenizer, Encoded, Tokenizer
+from pipetrain.data.token_file import FORMAT, HELDOUT, PARTS, TOKENS_JSON, TRAIN, PartWriter, TokenSheet, smallest_type
+from pipetrain.data.tokenizer import ByteTokenizer, Encoded, StoppedAt, Tokenizer
 
 Tell = Callable[[float], None]
 """Called with the fraction that is done, from 0 to 1."""
@@ -54,7 +46,7 @@ def tokenized(
 ) -> Path:
     """The folder with the tokens: `out`, or one in the cache, made once. Raises ValueError: a document cannot be a sample, or the folder cannot be written."""
     corpus = corpus_of(config, tokenizer)
-    folder = cache_root(config.cache_dir) / _name_of(config, corpus, tokenizer) if out is None else out
+    folder = _in_cache(config, corpus, tokenizer) if out is None else out
     make = partial(write_tokens, corpus, tokenizer, skips=config.on_error == "skip", tell=tell)
     return made_once(folder, make, timeout_seconds=timeout_seconds)
 
@@ -84,7 +76,9 @@ def made_once(folder: Path, make: Callable[[Path], None], *, timeout_seconds: fl
                     ) from None
                 size, wait = now, timeout_seconds
         if not _is_whole(folder):
-            Path(lock.lock_file).write_text(f"process {os.getpid()} on {socket.gethostname()}")
+            with open_to_append(Path(lock.lock_file)) as file:
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
             shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
             draft.mkdir()
             make(draft)
@@ -127,12 +121,18 @@ def is_cached(config: DataConfig, tokenizer: Tokenizer | None) -> bool:
     return config.name != "memmap" and tokenizer is not None and not is_bytes(config, tokenizer)
 
 
-def _name_of(config: DataConfig, corpus: Corpus, tokenizer: Tokenizer) -> str:
-    """Of a folder in the cache: other text, another tokenizer or another key that tokens depend on is another folder."""
+def kept_tokens(config: DataConfig, tokenizer: Tokenizer) -> Path | None:
+    """Their folder in the cache; None: it is not there."""
+    folder = _in_cache(config, corpus_of(config, tokenizer), tokenizer)
+    return folder if _is_whole(folder) else None
+
+
+def _in_cache(config: DataConfig, corpus: Corpus, tokenizer: Tokenizer) -> Path:
+    """The folder in the cache: other text, another tokenizer or another key that tokens depend on is another folder."""
     held = (config.eval_path is not None, config.eval_split is not None, config.eval_fraction)
     chat = (config.text_field, config.counted, config.template_date)
     depends = (FORMAT, config.name, corpus.digest, tokenizer.digest, held, chat)
-    return hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:32]
+    return cache_root(config.cache_dir) / hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:32]
 
 
 def is_bytes(config: DataConfig, tokenizer: Tokenizer) -> bool:
@@ -159,7 +159,9 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: b
         writers = {part: stack.enter_context(PartWriter(folder / part, item_type, is_chat=is_chat)) for part in PARTS}
         thread = stack.enter_context(ThreadPoolExecutor(1, "pipetrain-tokenize"))
         done = 0
-        for batch, encoded in _ahead(itertools.chain([first] if first else [], batches), tokenizer, thread):
+        for batch, encoded in _ahead(
+            itertools.chain([first] if first else [], batches), tokenizer, thread, corpus.sources
+        ):
             done += _write(batch, encoded, writers, problems)
             if tell is not None:
                 tell(min(done / max(corpus.num_bytes, 1), 1.0))
@@ -230,13 +232,17 @@ def _batches(documents: Iterator[Document], problems: _Problems) -> Iterator[lis
 
 
 def _ahead(
-    batches: Iterable[list[Document]], tokenizer: Tokenizer, thread: Executor
+    batches: Iterable[list[Document]], tokenizer: Tokenizer, thread: Executor, sources: Sequence[str]
 ) -> Iterator[tuple[list[Document], Encoded]]:
     """Each batch with its tokens, while the next one is encoded."""
     started = ((batch, thread.submit(tokenizer.encode_documents, batch)) for batch in batches)
     for now, _ in itertools.pairwise(itertools.chain(started, [None])):
         assert now is not None
-        yield now[0], now[1].result()
+        batch, encoding = now
+        try:
+            yield batch, encoding.result()
+        except StoppedAt as error:
+            raise ValueError(f"{place_named(sources, *batch[error.number].place)}: {error}; leave it out") from None
 
 
 def _write(batch: list[Document], encoded: Encoded, writers: dict[str, PartWriter], problems: _Problems) -> int:

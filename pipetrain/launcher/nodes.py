@@ -5,15 +5,47 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 from pipetrain.config.records import ClusterConfig, PipelineConfig
 from pipetrain.launcher.outcome import SIGNALS, Exit
 
-# What torchrun may treat in its own way: it would end without the other machines, whose torchruns then wait five minutes for it.
+# What torch may treat in its own way, by ending the ranks at once: torchrun would do so without the other machines, whose torchruns then wait
+# five minutes for it.
 SIGNALS_OF_TORCHRUN = "SIGHUP,SIGQUIT"
+
+BACKEND = "pipetrain"  # of torchrun's rendezvous, in `signed.py`
+KEY_VARIABLE = "PIPETRAIN_RENDEZVOUS_KEY"
+KEY_FILE_VARIABLE = "PIPETRAIN_RENDEZVOUS_KEY_FILE"
+_KEY_FILE = "~/.config/pipetrain/rendezvous.key"
+_LEAST_KEY_BYTES = 16
+
+
+def read_key() -> bytes:
+    """What machines sign their rendezvous with: of the environment, or of a file that only its owner can read.
+
+    Raises:
+        ValueError: there is none, it is short, or others can read it.
+    """
+    given = os.environ.get(KEY_VARIABLE)
+    path = Path(os.environ.get(KEY_FILE_VARIABLE, _KEY_FILE)).expanduser()
+    make = f"umask 077; mkdir -p {path.parent}; head -c 32 /dev/urandom | base64 > {path}"
+    if given is None and not path.is_file():
+        raise ValueError(
+            f"machines sign their rendezvous, and there is no key: set {KEY_VARIABLE}, or make {path} ({make}) and copy it to every "
+            "machine with mode 0600"
+        )
+    if given is None and stat.S_IMODE(path.stat().st_mode) & 0o077:
+        raise ValueError(f"{path}: others can read this key; chmod 600 {path}, or make another")
+    key = path.read_bytes().strip() if given is None else given.encode()
+    if len(key) < _LEAST_KEY_BYTES:
+        where = KEY_VARIABLE if given is not None else path
+        raise ValueError(f"{where} has {len(key)} bytes, at least {_LEAST_KEY_BYTES} are needed; {make}")
+    return key
 
 
 class EndedEarly(Exception):
@@ -34,18 +66,19 @@ class Nodes:
     timeout_seconds: float  # how long one waits for the others
 
     def torchrun_options(self) -> list[str]:
-        """What torchrun gets instead of `--standalone`."""
+        """What torchrun gets besides the ranks of this machine and what they run."""
         wait = int(self.timeout_seconds)
         common = [
             f"--nnodes={self.num_nodes}",
             f"--rdzv-endpoint={self.rendezvous}",
             "--rdzv-id=pipetrain",
             f"--signals-to-handle={SIGNALS_OF_TORCHRUN}",
+            f"--log-dir={os.devnull}",  # ranks write to the terminal, and none is left where torchrun is killed
         ]
         if self.node_rank is None:
             # Before the first machine is up there is nothing to connect to, which counts as reading.
             waits = f"--rdzv-conf=join_timeout={wait},read_timeout={wait}"
-            return [*common, "--rdzv-backend=c10d", waits]
+            return [*common, f"--rdzv-backend={BACKEND}", waits]
         return [*common, "--rdzv-backend=static", f"--node-rank={self.node_rank}", f"--rdzv-conf=timeout={wait}"]
 
     def did_not_meet(self, reason: BaseException) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
+import errno
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -19,9 +21,15 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
+from pipetrain.config.terminal import printable, say
+from pipetrain.launcher.folder import hold
+
 FOLDER_VARIABLE = "PIPETRAIN_OUTCOME_DIR"  # set by the launcher for its ranks
 LAUNCHER_VARIABLE = "PIPETRAIN_LAUNCHER"  # its process id, likewise
 _RUN_DIR = "run-dir"
+_MOST_TOLD = 200  # characters of what torch says
+# What torch, the interpreter and the loader of libraries say, of tensors, threads and code.
+_NO_MEMORY = re.compile("can't allocate memory|bad_alloc|start new thread|Resource temporarily unavailable|map segment")
 
 
 class Exit(enum.IntEnum):
@@ -36,12 +44,13 @@ class Exit(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank, or the whole run, ended. `message` is for the user."""
+    """How a rank, or the whole run, ended. `message` is for the user; `waited`: it failed because it waited for a rank that did."""
 
     rank: int
     code: int
     message: str = ""
     run_dir: str | None = None
+    waited: bool = False
 
 
 def has_launcher() -> bool:
@@ -50,7 +59,12 @@ def has_launcher() -> bool:
 
 
 def announce(rank: int) -> None:
-    """Tells the launcher which process `rank` is, so that it can end it at once."""
+    """Tells the launcher which process `rank` is, so that it can end it at once. What they share stays until both are gone."""
+    if has_launcher():
+        folder = Path(os.environ[FOLDER_VARIABLE])
+        hold(folder)
+        # The sockets of its worker processes go with that folder; in one of the rank's own they would stay where it is killed.
+        multiprocessing.current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]
     _tell_launcher(f"process-{rank:04d}", str(os.getpid()))
 
 
@@ -105,23 +119,42 @@ def run_as_rank(work: Callable[[int], Outcome], pipeline_error: type[Exception])
         outcome = work(rank)
     except ValueError as error:
         outcome = Outcome(rank, Exit.WRONG_INPUT, str(error))
-    except pipeline_error as error:
-        outcome = Outcome(rank, Exit.FAILED, str(error))
     except KeyboardInterrupt:
         outcome = Outcome(rank, Exit.FAILED, "interrupted")
     except Exception as error:
-        traceback.print_exc()
-        outcome = Outcome(rank, Exit.FAILED, f"rank {rank}: {type(error).__name__}: {error}")
+        if (told := out_of_memory(error)) is not None:
+            outcome = Outcome(rank, Exit.FAILED, f"rank {rank}: {told}")
+        elif isinstance(error, pipeline_error):
+            outcome = Outcome(rank, Exit.FAILED, str(error), waited=True)
+        else:
+            traceback.print_exc()
+            outcome = Outcome(rank, Exit.FAILED, f"rank {rank}: {type(error).__name__}: {error}")
     return end(outcome)
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """The message for the user where there is too little memory, of the process or of a device; None: it is another error. What fails because
+    of such an error, or while it is handled, counts."""
+    text = next(iter(str(error).strip().splitlines()), "")
+    ours = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    # Said by this rank itself: a PipelineError may repeat what another one said.
+    said = type(error) in (RuntimeError, ImportError) and _NO_MEMORY.search(text)
+    if ours or said or type(error).__name__ == "OutOfMemoryError":  # torch's
+        return (
+            f"out of memory ({text[-_MOST_TOLD:] or 'of Python'}); more stages or microbatches need less on a rank, and `ulimit -v` may "
+            "set a limit"
+        )
+    before = error.__cause__ or error.__context__
+    return None if before is None else out_of_memory(before)
 
 
 def leave_process(code: int) -> NoReturn:
     """Past a failure threads may still wait for ranks that are gone: nothing is joined."""
     sys.stdout.flush()
     sys.stderr.flush()
-    # The folder of the sockets of worker processes: the exit handler that removes it does not run.
+    # The folder of the sockets of worker processes: the exit handler that removes it does not run. A launcher removes its own.
     sockets = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
-    if sockets is not None and multiprocessing.parent_process() is None:  # else it may be the parent's
+    if sockets is not None and not has_launcher() and multiprocessing.parent_process() is None:  # else the parent's
         shutil.rmtree(sockets, ignore_errors=True)
     os._exit(code)
 
@@ -129,9 +162,9 @@ def leave_process(code: int) -> NoReturn:
 def tell(outcome: Outcome, *, quiet: bool = False) -> int:
     """Says how the run ended, the run folder as the last line of stdout unless `quiet`; returns the exit code."""
     if outcome.run_dir is not None and not quiet:
-        print(f"run folder: {outcome.run_dir}", flush=True)
+        print(f"run folder: {printable(outcome.run_dir)}", flush=True)
     if outcome.message:
-        print(f"pipetrain: {outcome.message}", file=sys.stderr, flush=True)
+        say(outcome.message)
     return outcome.code
 
 
@@ -196,6 +229,8 @@ class StopRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:  # the launcher ends ranks that wait for this one, and this one has yet to say why
+            return
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
 

@@ -68,6 +68,19 @@ def causal_loss(output: Any, targets: Tensor) -> Tensor:
     return loss if router_loss is None else loss + router_loss.reshape(())
 
 
+def score_loss(scores: Tensor, targets: Tensor) -> Tensor:
+    """The loss of a sequence classification as transformers takes it by default, a mean over the samples, 0-dim.
+
+    `scores [batch, labels]`. `targets [batch]`: squared error for one label, else cross entropy; or `[batch, labels]` of floats: binary
+    cross entropy.
+    """
+    if scores.shape[-1] == 1:
+        return F.mse_loss(scores.flatten(), targets.flatten().to(scores.dtype))
+    if targets.is_floating_point():
+        return F.binary_cross_entropy_with_logits(scores, targets)
+    return F.cross_entropy(scores, targets)
+
+
 def _in_pieces(output: UnmadeLogits, targets: Tensor) -> Tensor:
     length = max(1, PIECE_BYTES // (4 * output.vocabulary_size * output.hidden.shape[0]))
     total = torch.zeros((), device=output.hidden.device)

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,9 +24,7 @@ from pipetrain.config.records import ModelConfig
 from pipetrain.models.loss import IGNORED
 from pipetrain.models.own_size import as_plain, forget_count, own_size
 from pipetrain.models.size import ModelSize
-from pipetrain.models.spec import ModelSpec, spec_of
-
-_TABLES = (nn.Embedding, nn.EmbeddingBag)  # their weights are looked up, not multiplied
+from pipetrain.models.spec import ModelSpec, flops_of, spec_of
 
 
 def own_spec(config: ModelConfig, _vocabulary_size: int | None) -> ModelSpec:
@@ -42,9 +41,7 @@ def own_spec(config: ModelConfig, _vocabulary_size: int | None) -> ModelSpec:
             "they are counted anew"
         )
     count_fn = spec.count_fn
-    if config.loss is not None:
-        loss_fn = function_of("model.loss", config.loss, config.loss_args)
-    if (loss_fn := loss_fn or spec.loss_fn) is None:
+    if (loss_fn := own_loss(config) or loss_fn or spec.loss_fn) is None:
         loss_fn, count_fn = cross_entropy, count_fn or count_not_ignored
     if config.count is not None:
         count_fn = function_of("model.count", config.count, config.count_args)
@@ -53,6 +50,26 @@ def own_spec(config: ModelConfig, _vocabulary_size: int | None) -> ModelSpec:
     return replace(
         spec, loss_fn=loss_fn, count_fn=count_fn, fingerprint=json.loads(json.dumps({**spec.fingerprint, "own": own}))
     )
+
+
+def own_loss(config: ModelConfig) -> Callable[..., Any] | None:
+    """What `model.loss` names. Raises ConfigError: there is no such function, or its `reduction` gives a loss for each sample."""
+    if config.loss is None:
+        return None
+    loss = function_of("model.loss", config.loss, config.loss_args)
+    if "none" in (getattr(loss, "reduction", None), getattr(loss, "keywords", {}).get("reduction")):
+        raise ConfigError(f"model.loss={config.loss}: reduction=none gives a loss for each row; leave it out")
+    return (
+        loss if isinstance(loss, nn.Module) else partial(_scalar, loss, config.loss)
+    )  # stages look at a module's buffers
+
+
+def _scalar(loss_fn: Callable[..., Any], spelling: str, output: Any, targets: Any) -> Tensor:
+    loss = loss_fn(output, targets)
+    if isinstance(loss, Tensor) and loss.dim() == 0:
+        return loss
+    found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise ConfigError(f"model.loss={spelling}: returned {found}: it must return a 0-dim tensor, the mean over the rows")
 
 
 def cross_entropy(output: Any, targets: Any) -> Tensor:
@@ -96,9 +113,8 @@ def count(config: ModelConfig) -> ModelSize:
         ValueError: it gives no model.
     """
     assert config.target is not None, "it was checked"
-    check_target(
-        "model.target", config.target, config.args
-    )  # outside of meta: what a module makes when it is imported is no part of the model
+    # Outside of meta: what a module makes when it is imported is no part of the model.
+    check_target("model.target", config.target, config.args)
     try:
         with torch.device("meta"):
             spec, _ = _made(config)
@@ -111,22 +127,10 @@ def count(config: ModelConfig) -> ModelSize:
     return ModelSize(
         spec.num_layers,
         kinds=tuple(f"{type(layer).__name__} {[list(p.shape) for p in layer.parameters()]}" for layer in layers),
-        flops_per_layer=tuple(map(_flops, layers)),
+        flops_per_layer=tuple(map(flops_of, layers)),
         parameters_per_layer=tuple(sum(p.numel() for p in layer.parameters()) for layer in layers),
         tied=tuple(places),
     )
-
-
-def _flops(layer: nn.Module) -> float:
-    """Of one token's forward: two for each weight that is multiplied. What a convolution does with a weight again is not known."""
-    weights = {
-        id(parameter): parameter.numel()
-        for module in layer.modules()
-        if not isinstance(module, _TABLES)
-        for parameter in module.parameters(recurse=False)
-        if parameter.dim() > 1
-    }
-    return 2.0 * sum(weights.values())
 
 
 def main() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -14,19 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.config.problem import ConfigError
+from pipetrain.config.read_files import parse_json
 from pipetrain.config.records import ModelConfig
+from pipetrain.config.write_files import replace_file, user_cache
 from pipetrain.models.size import ModelSize
 
 _COUNT_SECONDS = 300.0  # it loads torch and the user's modules, perhaps on a busy machine
 _FORMAT = 1  # of a file in the cache
-
-
-def check_own(config: ModelConfig) -> None:
-    """Nothing can be said of the user's code before it is called."""
-
-
-def longest_own_sample(config: ModelConfig) -> None:
-    """A model of the user's own does not say how long a sample may be."""
 
 
 def own_size(config: ModelConfig, _vocabulary_size: int | None, _sequence_length: int) -> ModelSize:
@@ -50,23 +43,20 @@ def _question(config: ModelConfig) -> str:
 
 
 def _file_in_cache(question: str) -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "pipetrain" / "layers" / f"{sha256(question.encode()).hexdigest()}.json"
+    return user_cache("layers") / f"{sha256(question.encode()).hexdigest()}.json"
 
 
 @functools.lru_cache(maxsize=16)
 def _counted(question: str) -> ModelSize:
     file = _file_in_cache(question)
     try:
-        return size_from(json.loads(file.read_text()))
+        return size_from(parse_json(file.read_bytes()))
     except (OSError, ValueError, TypeError, KeyError):  # not there, or damaged: it is counted again
         answer = _asked_of_a_child(question)
     size = size_from(answer)
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        draft = file.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(answer))
-        draft.replace(file)
+        replace_file(file, json.dumps(answer))
     except OSError:  # a cache that cannot be written costs time, nothing else
         pass
     return size

@@ -139,13 +139,8 @@ def _extents(layers: Layers) -> Iterator[tuple[str, int, int, str, bool]]:
             for name, tensor in named:
                 if (start := _address(tensor)) and tensor.numel():
                     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-                    yield (
-                        str(tensor.device),
-                        start,
-                        start + span * tensor.element_size(),
-                        f"{number}.{name}",
-                        is_parameter,
-                    )
+                    end = start + span * tensor.element_size()
+                    yield str(tensor.device), start, end, f"{number}.{name}", is_parameter
 
 
 def _address(tensor: Tensor) -> int:

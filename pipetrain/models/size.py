@@ -17,16 +17,20 @@ from pipetrain.config.schema import check_limits
 class ModelFamily:
     """Where a family's functions are, each as `module:function`: a login node plans and has no torch, so each is loaded when it is used.
 
-    check: `(ModelConfig) -> None` raises ValueError where the config describes no model of the family; without torch.
+    check: `(ModelConfig) -> None` raises ValueError where the config describes no model of the family; without torch; None: any does.
     size: `(ModelConfig, vocabulary_size or None, sequence_length) -> ModelSize`; without torch, of a config that was checked.
     spec: `(ModelConfig, vocabulary_size) -> ModelSpec`.
     longest: `(ModelConfig) -> tokens of the longest sample`, or None where it is not known; without torch, of a config that was checked.
     """
 
-    check: str
     size: str
     spec: str
-    longest: str = "pipetrain.models.size:longest_sample"
+    check: str | None = None
+    longest: str | None = "pipetrain.models.size:longest_sample"
+
+    def longest_of(self, config: ModelConfig) -> int | None:
+        """Tokens of the longest sample that the model of this config takes, where that is known."""
+        return None if self.longest is None else load_function(self.longest)(config)
 
 
 _TRANSFORMER = ModelFamily(
@@ -40,12 +44,7 @@ _HUGGING_FACE = ModelFamily(
     spec="pipetrain.models.hf.hf_spec:hf_spec",
     longest="pipetrain.models.hf.hf_size:longest_hf_sample",
 )
-_OWN = ModelFamily(
-    check="pipetrain.models.own_size:check_own",
-    size="pipetrain.models.own_size:own_size",
-    spec="pipetrain.models.own:own_spec",
-    longest="pipetrain.models.own_size:longest_own_sample",
-)
+_OWN = ModelFamily(size="pipetrain.models.own_size:own_size", spec="pipetrain.models.own:own_spec", longest=None)
 MODEL_FAMILIES = {"llama": _TRANSFORMER, "gpt2": _TRANSFORMER, "hf": _HUGGING_FACE, PYTHON: _OWN}
 
 
@@ -68,28 +67,25 @@ def check_model(config: ModelConfig, *, vocabulary_size: int | None = None, sequ
     """
     family = family_of(config)
     check_limits(config, "model.")
-    load_function(family.check)(config)
-    longest: int | None = load_function(family.longest)(config)
+    if family.check is not None:
+        load_function(family.check)(config)
+    longest = family.longest_of(config)
     if sequence_length is not None and longest is not None and sequence_length > longest:
-        raise ValueError(_too_long(config, sequence_length, longest))
+        if config.path is not None:
+            raise ValueError(
+                f"data.sequence_length={sequence_length} is longer than the {longest} positions that model.path={config.path} was made for: set "
+                f"data.sequence_length={longest} or less"
+            )
+        raise ValueError(
+            f"data.sequence_length={sequence_length} is longer than model.max_position_embeddings="
+            f"{longest}: set model.max_position_embeddings={sequence_length}, or shorter samples"
+        )
     size = config.vocab_size
     if size is not None and vocabulary_size is not None and size < vocabulary_size:
         raise ValueError(
             f"model.vocab_size={size} is smaller than the tokenizer's {vocabulary_size}: "
             f"leave it out, or set model.vocab_size={vocabulary_size} or more"
         )
-
-
-def _too_long(config: ModelConfig, sequence_length: int, longest: int) -> str:
-    if config.path is not None:
-        return (
-            f"data.sequence_length={sequence_length} is longer than the {longest} positions that model.path={config.path} was made for: set "
-            f"data.sequence_length={longest} or less"
-        )
-    return (
-        f"data.sequence_length={sequence_length} is longer than model.max_position_embeddings="
-        f"{longest}: set model.max_position_embeddings={sequence_length}, or shorter samples"
-    )
 
 
 @dataclass(frozen=True)
@@ -137,7 +133,7 @@ def size_of(
     """
     check_model(config, sequence_length=sequence_length)
     family = family_of(config)
-    length = sequence_length or load_function(family.longest)(config) or config.max_position_embeddings
+    length = sequence_length or family.longest_of(config) or config.max_position_embeddings
     size: ModelSize = load_function(family.size)(config, config.vocab_size or vocabulary_size, length)
     return size
 

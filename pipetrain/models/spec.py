@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -128,12 +129,52 @@ def spec_of(model: Any) -> ModelSpec:
     layers = _layers_of(model)
     modules = {number: layer for number, layer in enumerate(layers) if isinstance(layer, nn.Module)}
     return ModelSpec(
-        size=ModelSize(len(layers)),
+        size=ModelSize(len(layers), flops_per_layer=_work_of(layers)),
         build_layers=one_by_one(layers),
         tied=tied_parameters(modules),
         modules=modules,
         fingerprint={"num_layers": len(layers)},
     )
+
+
+_TABLES = (nn.Embedding, nn.EmbeddingBag)  # their weights are looked up, not multiplied
+_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+
+
+def flops_of(layer: nn.Module) -> float:
+    """Of one token's forward: two for each weight that is multiplied. What a convolution does with a weight again is not known."""
+    weights = {
+        id(parameter): parameter.numel()
+        for module in layer.modules()
+        if not isinstance(module, _TABLES)
+        for parameter in module.parameters(recurse=False)
+        if not nn.parameter.is_lazy(parameter) and parameter.dim() > 1
+    }
+    return 2.0 * sum(weights.values())
+
+
+def _work_of(layers: Sequence[Layer]) -> tuple[float, ...] | None:
+    """FLOPs of each layer; None where they are not known: of callables, and where a convolution uses a weight often."""
+    known = [layer for layer in layers if isinstance(layer, nn.Module)]
+    if len(known) < len(layers) or any(isinstance(one, _CONVOLUTIONS) for layer in known for one in layer.modules()):
+        return None
+    work = tuple(map(flops_of, known))
+    return work if any(work) else None
+
+
+def check_takes_one(number: int, layer: nn.Module) -> None:
+    """Raises ValueError: the layer's forward needs more than what the layer before returned."""
+    try:
+        parameters = inspect.signature(layer.forward).parameters.values()
+    except (TypeError, ValueError):  # of C, which does not say
+        return
+    named = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    needed = [one.name for one in parameters if one.kind in named and one.default is inspect.Parameter.empty]
+    if len(needed) > 1:
+        raise ValueError(
+            f"layer {number} ({type(layer).__name__}) takes {' and '.join(needed)}, and a layer gets one argument, what the layer before "
+            "returned: write a layer around it that takes a tuple of them"
+        )
 
 
 def one_by_one(layers: Sequence[Layer]) -> BuildLayers:
@@ -150,6 +191,7 @@ def one_by_one(layers: Sequence[Layer]) -> BuildLayers:
                     raise TypeError(
                         f"the callable for layer {number} returned a {type(layer).__name__}, not an nn.Module"
                     )
+            check_takes_one(number, layer)
             built.append(layer.to(device))
         return built
 
@@ -174,9 +216,8 @@ def check_sharing(spec: ModelSpec, stage_of: Callable[[int], int]) -> tuple[Tie,
 def check_built(spec: ModelSpec, layers: Mapping[int, nn.Module], stage_of: Callable[[int], int]) -> None:
     """Refuse what built layers share over stages and the model does not say: on other ranks they would not. Raises ValueError."""
     said = {(tie.name, tie.copy) for tie in check_sharing(spec, stage_of)}
-    built = replace(
-        spec, modules=layers, tied=tied_parameters(layers)
-    )  # two callables may return layers that share something
+    # Two callables may return layers that share something.
+    built = replace(spec, modules=layers, tied=tied_parameters(layers))
     for tie in check_sharing(built, stage_of):
         if (tie.name, tie.copy) not in said:
             low, high = tie.stages
@@ -189,12 +230,14 @@ def check_built(spec: ModelSpec, layers: Mapping[int, nn.Module], stage_of: Call
 def _layers_of(model: Any) -> list[Layer]:
     if isinstance(model, nn.Sequential):
         return list(model)
-    if isinstance(model, Iterable) and not isinstance(model, (str, bytes, dict)):
-        layers = list(model)
-        if layers and all(callable(layer) for layer in layers):
-            return layers
+    layers = list(model) if isinstance(model, Iterable) and not isinstance(model, (str, bytes, dict)) else []
+    wrong = [
+        f"layer {number} is of type {type(one).__name__}; " for number, one in enumerate(layers) if not callable(one)
+    ]
+    if layers and not wrong:
+        return layers
     raise TypeError(
-        f"a model of type {type(model).__name__} cannot be cut: give an nn.Sequential, a list of layers, a list of "
+        f"a model of type {type(model).__name__} cannot be cut: {''.join(wrong[:1])}give an nn.Sequential, a list of layers, a list of "
         "callables without arguments that return a layer each, a ModelSpec, or a causal language model of transformers"
     )
 

@@ -183,9 +183,7 @@ class Attention(nn.Module):
             query, key = rotate(query, cosines, sines), rotate(key, cosines, sines)
         visible, is_causal = None, True
         if past is not None:
-            is_causal = (
-                past.length == 0 and past.mask is None
-            )  # every sample begins here: a position sees those before it
+            is_causal = past.length == 0 and past.mask is None  # samples begin here: a position sees those before it
             visible = None if is_causal else past.once(_visible, lambda: _visible(past))
             key, value = past.extend(self, key, value)
         mixed = F.scaled_dot_product_attention(

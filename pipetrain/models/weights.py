@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipetrain.config.read_files import DamagedFile, fitted, opened_tensors, read_object
+from pipetrain.config.write_files import draft_beside, replace_file
 from pipetrain.models.spec import ModelSpec
 from pipetrain.models.trained import Model
 
@@ -25,6 +27,7 @@ _Key = TypeVar("_Key")
 
 WEIGHTS_AT_END = "weights"  # the folder of a run folder that holds them
 
+_TODO = "name another run, snapshot or file of weights"
 SINGLE, INDEX_OF_SHARDS = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -77,11 +80,9 @@ def shard_name(number: int, count: int) -> str:
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """A safetensors file of `tensors`, which is there whole or not at all."""
-    draft = path.with_suffix(".draft")
-    save_file(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, draft, metadata={"format": "pt"}
-    )
-    draft.replace(path)
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with draft_beside(path) as draft:
+        save_file(whole, draft, metadata={"format": "pt"})
 
 
 def write_index(folder: Path, shards: list[str]) -> None:
@@ -92,12 +93,8 @@ def write_index(folder: Path, shards: list[str]) -> None:
             weight_map.update(dict.fromkeys(opened.keys(), shard))
         with (folder / shard).open("rb") as file:  # the length of its header in 8 bytes, the header, the tensors
             total += (folder / shard).stat().st_size - 8 - int.from_bytes(file.read(8), "little")
-    index = folder / INDEX_OF_SHARDS
-    draft = index.with_suffix(".draft")
-    draft.write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1, sort_keys=True)
-    )
-    draft.replace(index)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    replace_file(folder / INDEX_OF_SHARDS, json.dumps(index, indent=1, sort_keys=True))
 
 
 class LazyTensors(Mapping[str, Tensor], Generic[_Key]):
@@ -118,20 +115,17 @@ class LazyTensors(Mapping[str, Tensor], Generic[_Key]):
 
 
 def tensors_in(paths: Iterable[Path]) -> LazyTensors[tuple[Path, str]]:
-    """The tensors of several safetensors files. Raises ValueError: one is no such file."""
+    """The tensors of several safetensors files. Raises DamagedFile: one is no such file."""
 
     def read(key: tuple[Path, str]) -> Tensor:
-        with safe_open(key[0], framework="pt") as file:
+        with opened_tensors(key[0], _TODO, framework="pt") as file:
             tensor: Tensor = file.get_tensor(key[1])
             return tensor
 
     found: dict[str, tuple[Path, str]] = {}
     for path in paths:
-        try:
-            with safe_open(path, framework="pt") as file:
-                found.update({name: (path, name) for name in file.keys()})  # noqa: SIM118, it is no mapping
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path} is no safetensors file ({error})") from error
+        with opened_tensors(path, _TODO, framework="pt") as file:
+            found.update({name: (path, name) for name in file.keys()})  # noqa: SIM118, it is no mapping
     return LazyTensors(found, read)
 
 
@@ -151,13 +145,26 @@ def read_weights(folder: Path) -> Mapping[str, Tensor]:
     check_weights(folder)
     index = folder / INDEX_OF_SHARDS
     if index.is_file():
-        paths = [folder / name for name in dict.fromkeys(json.loads(index.read_text())["weight_map"].values())]
+        names = _shards_in(index)
+        paths = [folder / name for name in names]
     else:
         paths = [folder / SINGLE]
     missing = [path for path in paths if not path.is_file()]
     if missing:
         raise ValueError(f"{missing[0]} is missing, which {index} names: the weights are not whole")
     return tensors_in(paths)
+
+
+def _shards_in(index: Path) -> list[str]:
+    try:
+        names = list(dict.fromkeys(fitted(dict[str, str], read_object(index, _TODO).get("weight_map")).values()))
+    except DamagedFile:
+        raise
+    except ValueError as error:
+        raise DamagedFile(index, f"its weight_map: {error}", _TODO) from error
+    if outside := next((name for name in names if Path(name).name != name), None):
+        raise DamagedFile(index, f"it names {outside!r}, which is not in its folder", _TODO)
+    return names
 
 
 def load_weights(folder: Path, model: Model, spec: ModelSpec) -> None:

@@ -12,12 +12,12 @@ from typing import TypeVar
 from pipetrain.schedule.alive import OPENS_STASH, brings_set, ends_stash, places_freed, places_taken
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
-from pipetrain.schedule.kinds import FINISHING, PASS_SEQUENCES, RECOMPUTE, REDUCING, Direction
+from pipetrain.schedule.kinds import COPY_LANES, FINISHING, OFFLOAD, PASS_SEQUENCES, RECOMPUTE, REDUCING, Direction
 from pipetrain.schedule.messages import source_of
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.schedule import Schedule
 
-_Count = TypeVar("_Count", int, float, Fraction)
+_Count = TypeVar("_Count", int, float, Fraction | int)
 Curve = list[tuple[float, float]]  # (time, held from then on)
 
 
@@ -26,13 +26,13 @@ def sets_over_time(schedule: Schedule, events: Iterable[OpEvent]) -> list[tuple[
 
     Of a stage that is recomputed in parts, each is its part of a set.
     """
-    changes = []
+    changes: list[tuple[float, Fraction | int]] = []
     for event in events:
         parts = schedule.policy.num_parts(event.op.stage)
         if taken := places_taken(schedule, event.op):
-            changes.append((event.start, Fraction(taken, parts)))
+            changes.append((event.start, taken if parts == 1 else Fraction(taken, parts)))
         elif freed := places_freed(schedule, event.op):
-            changes.append((event.end, -Fraction(freed, parts)))
+            changes.append((event.end, -freed if parts == 1 else Fraction(-freed, parts)))
     return [(time, int(count) if count.denominator == 1 else float(count)) for time, count in _running(changes)]
 
 
@@ -46,7 +46,7 @@ def stash_over_time(schedule: Schedule, events: Iterable[OpEvent]) -> list[tuple
 
 def bytes_over_time(schedule: Schedule, events: Iterable[OpEvent], costs: Costs) -> Curve:
     """Bytes of sets; and of those that are recomputed, from F on, of the stashed inputs and the outputs that are kept for R (which are
-    part of the set).
+    part of the set). These stay where the rest goes to host memory.
 
     Each part of a stage has an input, taken to be as large as that of the stage.
     """
@@ -62,7 +62,8 @@ def bytes_over_time(schedule: Schedule, events: Iterable[OpEvent], costs: Costs)
             share = schedule.policy.share_of(stage, op.part)
             changes.append((event.start, (whole - kept) * share - stash))
         elif places_freed(schedule, op):
-            changes.append((event.end, -whole * schedule.policy.share_of(stage, op.part)))
+            left = stash + kept if op.kind is OFFLOAD else 0.0
+            changes.append((event.end, left - whole * schedule.policy.share_of(stage, op.part)))
     return _running(changes)
 
 
@@ -78,11 +79,13 @@ _BACKWARD = frozenset(kind for way in PASS_SEQUENCES[Direction.BACKWARD] for kin
 
 @dataclass(frozen=True)
 class RankBreakdown:
-    """The step of one rank in seconds. Busy and the seven kinds of bubble add up to the step, which is that of all replicas.
+    """The step of one rank in seconds. Busy and the eleven kinds of bubble add up to the step, which is that of all replicas.
 
     `fill` is the bubble before the rank's first op and `drain` that after its last. Between them a rank may wait for
     an activation or a gradient that has not arrived; of these waits `imbalance` is the part that no order could avoid,
-    because the busiest rank of its replica has that much more work. `other` is what is left: everything was there, nothing ran.
+    because the busiest rank of its replica has that much more work. Or it waits for a copy of a set to host memory or back. In the
+    rest everything was there that the next op needs: for `handover` the rank's thread was still waiting for the message, for `host` it was on
+    its way to the op, for `machine` it was ready and not run. `other` is what is left.
 
     `reduce_exposed` is the rank's own adding up of gradients after the last op that computes on any rank of any replica: without it
     the step would have ended. What another rank of them adds up then is part of this rank's `drain`.
@@ -105,11 +108,18 @@ class RankBreakdown:
     peak_sets: float
     deferred_share: float = 0.0
     reduce_exposed_seconds: float = 0.0
+    host_seconds: float = 0.0
+    handover_seconds: float = 0.0
+    machine_seconds: float = 0.0
+    wait_copy_seconds: float = 0.0
 
     @property
     def bubble_seconds(self) -> float:
         waits = self.wait_activation_seconds + self.wait_gradient_seconds + self.imbalance_seconds
-        return self.fill_seconds + self.drain_seconds + waits + self.other_seconds + self.reduce_exposed_seconds
+        late = self.handover_seconds + self.host_seconds + self.machine_seconds + self.other_seconds
+        return (
+            self.fill_seconds + self.drain_seconds + waits + late + self.reduce_exposed_seconds + self.wait_copy_seconds
+        )
 
 
 def break_down(schedule: Schedule, timeline: Timeline) -> tuple[RankBreakdown, ...]:
@@ -150,7 +160,7 @@ def _of_rank(
 ) -> RankBreakdown:
     """`most`: busy seconds of the busiest rank; `computed`: when the last op that computes had ended on all ranks."""
     first, last = (busy[0][0], busy[-1][1]) if busy else (step[1], step[1])
-    activation, gradient, other = _waits(schedule, events, busy, first)
+    activation, gradient, copies, handover, host, machine, other = _waits(schedule, events, busy, first)
     waits = activation + gradient
     imbalance = min(waits, most - length(busy))
     rest = 1 - imbalance / waits if waits > 0 else 0.0
@@ -174,26 +184,46 @@ def _of_rank(
         peak_sets=max((count for _, count in sets_over_time(schedule, events)), default=0),
         deferred_share=late / backward if backward > 0 else 0.0,
         reduce_exposed_seconds=reducing,
+        host_seconds=host,
+        handover_seconds=handover,
+        machine_seconds=machine,
+        wait_copy_seconds=copies,
     )
 
 
 def _waits(
     schedule: Schedule, events: Sequence[OpEvent], busy: Sequence[Interval], first: float
-) -> tuple[float, float, float]:
-    """Idle seconds between the first and the last op: waiting for an activation, for a gradient, and the rest."""
+) -> tuple[float, float, float, float, float, float, float]:
+    """Idle seconds between the first and the last op: waiting for an activation, for a gradient, for a copy; of the rest, those in which the message
+    was handed over, the host ran, or was not run, and those of which nobody knows."""
     ends = {event.op: event.end for event in events}
     waited = dict.fromkeys(Direction, 0.0)
-    other, before = 0.0, first
-    for event in _steps(events):
-        direction = event.op.kind.row.direction
+    known, other, before, copies = [0.0, 0.0, 0.0], 0.0, first, 0.0  # handed over, host, not run
+    accounts = [0.0, 0.0, 0.0]  # since the last op that is no R
+    for event in sorted((event for event in events if event.op.kind.computes), key=lambda event: event.start):
+        own = (event.waited_seconds, event.ran_seconds, event.stalled_seconds)
+        accounts = [sum(pair) for pair in zip(accounts, own)]
+        if event.op.kind is RECOMPUTE:
+            continue
+        direction, missing = event.op.kind.row.direction, 0.0
         if direction is not None:  # W takes no tensor: what it needs is on its rank
             ready = min(max(before, _ready(schedule, event.op, ends, before)), event.start)
-            waited[direction] += _idle(busy, (before, ready))
+            missing = _idle(busy, (before, ready))
+            waited[direction] += missing
             before = max(before, ready)
-        other += _idle(busy, (before, event.start))
+        copied = [ends.get(one, before) for one in schedule.waits.get(event.op, ()) if one.kind.row.lane in COPY_LANES]
+        ready = min(max(before, *copied, before), event.start)
+        copies, before = copies + _idle(busy, (before, ready)), ready
+        left = _idle(busy, (before, event.start))
+        accounts[0] = max(accounts[0] - missing, 0.0)  # what it waited when the message was there
+        for place, seconds in enumerate(accounts):
+            taken = min(left, seconds)
+            known[place], left = known[place] + taken, left - taken
+        accounts, other = [0.0, 0.0, 0.0], other + left
         before = max(before, event.end)
     last = busy[-1][1] if busy else first
-    return waited[Direction.FORWARD], waited[Direction.BACKWARD], other + _idle(busy, (before, last))
+    other += _idle(busy, (before, last))
+    return waited[Direction.FORWARD], waited[Direction.BACKWARD], copies, known[0], known[1], known[2], other
 
 
 def exposed_intervals(schedule: Schedule, events: Iterable[OpEvent]) -> list[Interval]:

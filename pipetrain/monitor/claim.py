@@ -12,14 +12,18 @@ import fcntl
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from pipetrain.config.read_files import parse_json
+from pipetrain.config.terminal import say
+from pipetrain.config.write_files import open_to_append
+
 LOCK = "run.lock"
 _MODE = 0o640
+_MOST_HOLDER_BYTES = 4096
 _PAUSE_SECONDS = 0.05
 _GLANCE_SECONDS = 1.0  # whoever only looks has the lock for a moment, too
 _DYING_SECONDS = 5.0  # what a killed process may take until it is gone, with its lock
@@ -38,10 +42,9 @@ def claimed(run_dir: Path, *, again: bool) -> Iterator[None]:
         ValueError: another run has it; the message says which.
     """
     with _taken(run_dir / LOCK, again=again) as file:
-        file.seek(0)
-        file.truncate()
-        json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}, file)
-        file.flush()
+        file.truncate(0)
+        who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}
+        file.write(json.dumps(who).encode())
         try:
             yield
         finally:
@@ -60,7 +63,7 @@ def check_unclaimed(run_dir: str | None, *, again: bool) -> None:
 
 
 @contextlib.contextmanager
-def _taken(path: Path, *, again: bool, only_look: bool = False) -> Iterator[IO[str]]:
+def _taken(path: Path, *, again: bool, only_look: bool = False) -> Iterator[IO[bytes]]:
     """The file with its lock; to `only_look` others may do the same."""
     started = time.monotonic()
     while True:
@@ -92,9 +95,9 @@ def _taken(path: Path, *, again: bool, only_look: bool = False) -> Iterator[IO[s
         time.sleep(_PAUSE_SECONDS)
 
 
-def _opened(path: Path) -> IO[str]:
+def _opened(path: Path) -> IO[bytes]:
     try:
-        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, _MODE), "r+")
+        return open_to_append(path, _MODE)
     except OSError as error:
         raise ValueError(
             f"run_dir={path.parent}: {path.name} cannot be opened there ({error.strerror}), so nobody could tell that a run is in "
@@ -102,7 +105,7 @@ def _opened(path: Path) -> IO[str]:
         ) from error
 
 
-def _is_still(path: Path, file: IO[str]) -> bool:
+def _is_still(path: Path, file: IO[bytes]) -> bool:
     """Whether the open file is the one at `path`."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
@@ -116,13 +119,14 @@ def _check_without_locks(path: Path, *, again: bool, is_new: bool) -> None:
             f"run_dir={path.parent}: {path.name} says that another run is in this folder, and this file system knows no locks; if "
             f"that run has ended remove {path}, else choose another run_dir"
         )
-    print(f"pipetrain: {path.parent}: this file system knows no locks: start no other run there", file=sys.stderr)
+    say(f"{path.parent}: this file system knows no locks: start no other run there")
 
 
-def _holder(file: IO[str]) -> tuple[str | None, str]:
+def _holder(file: IO[bytes]) -> tuple[str | None, str]:
     """The host whose run has the folder, and how an error names that run; None and "" while the lock file is still empty."""
     try:
-        holder = json.load(file)
+        file.seek(0)
+        holder = parse_json(file.read(_MOST_HOLDER_BYTES))
         return holder["host"], f" (process {holder['pid']} on {holder['host']}, since {holder['since']})"
     except (OSError, ValueError, TypeError, KeyError):
         return None, ""

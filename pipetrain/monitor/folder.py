@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipetrain.config.read_files import read_object
 from pipetrain.plan.profile import PROFILE
 
 RUNS = Path("runs")
@@ -36,6 +36,8 @@ class RunFolder:
     plan = _Named("plan.json")
     schedule = _Named("schedule.csv")
     profile = _Named(PROFILE)
+    layers = _Named("layers.json")  # of plan=auto: the profile of layers, and the keys
+    planned = _Named("planned.json")
     metrics = _Named("metrics.jsonl")
     heldout = _Named("heldout.jsonl")
     wandb = _Named("wandb")
@@ -148,4 +150,4 @@ def find_folders(run: str) -> list[RunFolder]:
     jobs = sorted((Path(run) / SWEEP_JOBS).glob("*.json"))
     if not jobs:
         return [find_folder(run)]
-    return [find_folder(json.loads(job.read_text())["run_dir"]) for job in jobs]
+    return [find_folder(str(read_object(job, "name the runs themselves").get("run_dir"))) for job in jobs]

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pipetrain.config.read_files import parse_json
+from pipetrain.config.terminal import say
+from pipetrain.config.write_files import open_to_append, replace_file
 from pipetrain.monitor.shown import op_record
 from pipetrain.schedule.events import OpEvent
 
 FIRST_STEPS = 10  # of which all events are written: this is where a run goes wrong or settles
-_LONGEST_LINE = 2**20  # bytes
+_MOST_LINE_BYTES = 2**24  # of 10,000 ranks a line of metrics has 1 MB
 SPREAD_STEPS = 100  # and about so many more over the rest of the run, so that a long run does not fill the disk
 
 
@@ -27,7 +29,7 @@ class LineFile:
     def __init__(self, path: Path, first_step: int = 1) -> None:
         _keep_before(path, first_step)
         self._path = path
-        self._file = path.open("ab", buffering=0)
+        self._file = open_to_append(path)
         self._size = path.stat().st_size
         self._failed = False
 
@@ -44,14 +46,14 @@ class LineFile:
             if not self._failed:
                 self._failed = True
                 reason = error.strerror or error
-                print(f"pipetrain: {self._path} lacks lines from here on ({reason})", file=sys.stderr, flush=True)
+                say(f"{self._path} lacks lines from here on ({reason})")
 
     def rewind(self, first_step: int) -> None:
         """Drops the lines of `first_step` and later ones: they will be written again."""
         self.close()
         with contextlib.suppress(OSError):  # a full disk: the lines come twice
             _keep_before(self._path, first_step)
-        self._file = self._path.open("ab", buffering=0)
+        self._file = open_to_append(self._path)
         self._size = self._path.stat().st_size
 
     def close(self) -> None:
@@ -61,18 +63,18 @@ class LineFile:
 
 def _keep_before(path: Path, first_step: int) -> None:
     kept = (line for line in read_lines(path) if line["step"] < first_step) if first_step > 1 else ()
-    draft = path.with_suffix(".draft")
-    draft.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    draft.replace(path)
+    replace_file(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of such a file, as far as they are whole; none where there is no file."""
+    """The lines of such a file that are whole and have a step, as objects; none where there is no file."""
     if path.is_file():
-        with path.open() as file:
-            for line in file:
+        with path.open("rb") as file:
+            while line := file.readline(_MOST_LINE_BYTES):
                 with contextlib.suppress(ValueError):  # half a line: a process was killed while it wrote
-                    yield json.loads(line)
+                    value = parse_json(line)
+                    if isinstance(value, dict) and type(value.get("step")) is int:
+                        yield value
 
 
 def spread_lines(path: Path, most: int) -> list[dict[str, Any]]:
@@ -87,13 +89,13 @@ def spread_lines(path: Path, most: int) -> list[dict[str, Any]]:
             if at:
                 file.readline()  # the rest of the line before
             found.setdefault(file.tell(), file.readline())
-        file.seek(max(0, length - _LONGEST_LINE))
+        file.seek(max(0, length - _MOST_LINE_BYTES))
         tail = file.read().splitlines(keepends=True)[-2:]  # the very last may be half a line
     found |= {length - len(b"".join(tail[place:])): line for place, line in enumerate(tail)}
     lines = []
     for _, line in sorted(found.items()):
         with contextlib.suppress(ValueError):
-            lines.append(json.loads(line))
+            lines.append(parse_json(line))
     return [line for line in lines if isinstance(line, dict)]
 
 

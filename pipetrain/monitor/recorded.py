@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipetrain.config.terminal import say
+from pipetrain.config.write_files import replace_file
 from pipetrain.monitor.draw.drawing import Panel, charts_of, panel_of
 from pipetrain.monitor.draw.page import Section, run_page, run_sections, slowest_of
 from pipetrain.monitor.lines import spread_lines
@@ -58,9 +58,7 @@ class RecordedSteps:
         except OSError as error:
             if not self._failed:
                 self._failed = True
-                print(
-                    f"pipetrain: {self._path} lacks steps from here on ({error.strerror})", file=sys.stderr, flush=True
-                )
+                say(f"{self._path} lacks steps from here on ({error.strerror})")
         spent = time.monotonic() - started
         self._due = time.monotonic() + max(_SECONDS_BETWEEN, spent / _MOST_SHARE)
 
@@ -109,9 +107,8 @@ class RecordedSteps:
     def _write(self, path: Path, fixed: Sequence[Panel], sections: Sequence[Section]) -> None:
         values = {**self._head, "fixed": fixed, "steps": self._steps}
         values["sections"] = [section.as_json() for section in sections]
-        draft = path.with_suffix(f".{os.getpid()}.draft")
-        draft.write_text(json.dumps(values, separators=(",", ":")))
-        draft.replace(path)  # who reads it meanwhile has the old one or the new one
+        # Who reads it meanwhile has the old one or the new one.
+        replace_file(path, json.dumps(values, separators=(",", ":")))
 
 
 def layers_of_stages(plan: Plan, kinds: Sequence[str]) -> list[str]:

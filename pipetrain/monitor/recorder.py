@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import asdict
@@ -14,12 +15,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pipetrain.config.records import ObserveConfig
+from pipetrain.config.terminal import printable, say
+from pipetrain.config.write_files import replace_file
 from pipetrain.monitor.draw.page import slowest_of
 from pipetrain.monitor.draw.table import number
 from pipetrain.monitor.folder import RunFolder
 from pipetrain.monitor.lines import EventFile
 from pipetrain.monitor.recorded import RecordedSteps, layers_of_stages, page_of_run
-from pipetrain.monitor.report import RunReport, as_markdown, read_report, write_report
+from pipetrain.monitor.report import RunReport, as_markdown, read_report, with_bytes, write_report
+from pipetrain.monitor.residuals import measure_costs
 from pipetrain.monitor.shown import Shown, title_of
 from pipetrain.monitor.step_report import Report, StepMetrics
 from pipetrain.monitor.trackers import Ending, Trackers, make_trackers
@@ -30,6 +34,7 @@ from pipetrain.schedule.events import Timeline
 from pipetrain.schedule.schedule import Schedule
 
 SECONDS_BETWEEN_LINES = 5.0
+_PROFILED_STEPS = 9  # of the newest: profile.json has medians of their op times, as a single step may be like no other
 
 
 class Recorder:
@@ -41,6 +46,7 @@ class Recorder:
         self.metrics: list[StepMetrics] = []
         self.timelines: list[Sequence[Timeline]] = []
         self.last_step: int | None = None  # that has ended, on every rank
+        self._newest: deque[Sequence[Timeline]] = deque(maxlen=_PROFILED_STEPS)
         self._folder = folder
         self._keep = keep
         self._stack = ExitStack()
@@ -53,22 +59,18 @@ class Recorder:
         self._trackers = self._stack.enter_context(closing(Trackers(trackers)))
 
     def start(
-        self,
-        config_text: str,
-        config: Mapping[str, Any],
-        *phases: tuple[Plan, Schedule],
-        kinds: Sequence[str] = (),
+        self, config_text: str, config: Mapping[str, Any], *phases: tuple[Plan, Schedule], kinds: Sequence[str] = ()
     ) -> None:
         """What was to be done, before it is done: the configuration as the text of its file, and as plain values; plan and schedule of the run,
         or of each of its phases. In the folder itself are those of the first. `kinds`: of the layers, where they are known."""
         if not self.is_first:
             return
-        self._folder.config.write_text(config_text)
+        replace_file(self._folder.config, config_text)
         folders = map(self._folder.phase, range(len(phases))) if len(phases) > 1 else ()
         for folder, (plan, schedule) in zip((self._folder, *folders), (phases[0], *phases)):
             folder.path.mkdir(parents=True, exist_ok=True)
-            folder.plan.write_text(json.dumps(asdict(plan), indent=2) + "\n")
-            folder.schedule.write_text(write_csv(schedule))
+            replace_file(folder.plan, json.dumps(asdict(plan), indent=2) + "\n")
+            replace_file(folder.schedule, write_csv(schedule))
         self._recorded.start(f"{config['experiment']}: {title_of(phases[0][1])}", layers_of_stages(phases[0][0], kinds))
         values = {**config, "plan": asdict(phases[0][0])}
         self._trackers.tell(lambda tracker: tracker.start(values))
@@ -78,6 +80,7 @@ class Recorder:
         self._reporter.say(f"step {step}: phase {number} begins")
         self._keep = keep
         self.timelines = []
+        self._newest.clear()
         self._recorded.rewind(0)
 
     def end_step(self, step: int, metrics: StepMetrics | None = None, ops: Report | None = None) -> None:
@@ -91,6 +94,7 @@ class Recorder:
         self.metrics.append(metrics)
         if ops is None:
             return
+        self._newest.append(ops.timelines)
         if step in self._keep:
             self.timelines.append(ops.timelines)
         self._recorded.add(step, ops)
@@ -105,7 +109,7 @@ class Recorder:
     def say(self, text: str) -> None:
         """Something that the user should know now; on rank 0."""
         if self.is_first:
-            print(f"pipetrain: {text}", file=sys.stderr, flush=True)
+            say(text)
 
     def evaluated(self, step: int, heldout_loss: float | None) -> None:
         """A held-out evaluation on the way."""
@@ -114,24 +118,20 @@ class Recorder:
             self._reporter.say(f"step {step}: held-out loss {heldout_loss:.3f} nats per token")
 
     def finish(
-        self,
-        report: RunReport,
-        measured: Sequence[Shown],
-        predicted: Shown | None,
-        last: Report | None,
+        self, report: RunReport, measured: Sequence[Shown], predicted: Shown | None, last: Report | None
     ) -> None:
         """Write the predicted step and the one measured `last`, of each replica. Without `measured` it writes no timeline.html and no
         profile.json. The report of a phase goes into the phase's folder, and to no tracker."""
         folder = self._folder if report.phase is None else self._folder.phase(report.phase)
         write_report(folder.report, report)
-        folder.report_text.write_text(as_markdown(report))
+        replace_file(folder.report_text, as_markdown(report))
         if not measured or last is None:
             return
-        profile = Profile(measured[0].costs, measured[0].schedule.num_microbatches)
-        folder.profile.write_text(profile.as_json())
+        costs = with_bytes(measure_costs(last.schedule.num_stages, self._newest or [last.timelines]), last)
+        replace_file(folder.profile, Profile(costs, last.schedule.num_microbatches).as_json())
         self._recorded.finish(folder.recorded, report, last, measured, predicted, self._keep)
         drawn = page_of_run(folder.recorded, self._folder.metrics)
-        folder.timeline.write_text(drawn)
+        replace_file(folder.timeline, drawn)
         slowest = measured[slowest_of(measured)]
         pictures = [slowest] if predicted is None else [predicted, slowest]
         if report.phase is None:
@@ -182,7 +182,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
         elif self._shown:
-            print(text, file=sys.stderr, flush=True)
+            print(printable(text), file=sys.stderr, flush=True)
 
 
 def _figures(metrics: StepMetrics) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipetrain.monitor.draw.table import Table, number, printable, size
+from pipetrain.config.read_files import DamagedFile, fitted, read_object
+from pipetrain.config.write_files import replace_file
+from pipetrain.monitor.draw.table import Table, number, size
 from pipetrain.monitor.residuals import FIRST_COMPARED_STEP, MEASURED_STEPS, measure_costs
 from pipetrain.monitor.shown import Shown, show_schedule
 from pipetrain.monitor.step_report import PerRank, Report, StepFigures, StepMetrics, perplexity_of
@@ -43,6 +45,7 @@ class RunReport:
     recompute_exposed_seconds: PerRank
     peak_activation_bytes: PerRank
     peak_activation_bytes_never: PerRank  # without recomputation
+    peak_activation_bytes_predicted: PerRank = ()  # by a profile of layers; none where there is none
     format_version: int = FORMAT_VERSION
     skipped_steps: int = 0  # steps that did not change the weights, because of their loss or gradient
     rollbacks: int = 0  # how often the run rolled back to an older snapshot, because of a loss or gradient
@@ -66,46 +69,26 @@ class RunReport:
 
 
 def write_report(path: Path, report: RunReport) -> None:
-    path.write_text(json.dumps(asdict(report), indent=2) + "\n")
+    replace_file(path, json.dumps(asdict(report), indent=2) + "\n")
 
 
 def read_report(path: Path) -> RunReport:
     """The report of a run.
 
     Raises:
-        ValueError: there is none, or another version wrote it.
+        ValueError: there is none, or another version wrote it; DamagedFile: it is no report.
     """
     if not path.is_file():
         raise ValueError(f"{path}: there is no report; the run is still going on, or it failed")
-    try:
-        values = dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{path}: this is not a report ({error}); its run's metrics.jsonl may still be whole"
-        ) from error
+    todo = "its run's metrics.jsonl may still be whole"
+    values = read_object(path, todo)
     if (version := values.get("format_version")) != FORMAT_VERSION:
         raise ValueError(f"{path}: format_version={version}, this pipetrain reads {FORMAT_VERSION}")
     try:
-        return _of_values(_printable(values))
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"{path}: this is not a report of this version ({error})") from error
-
-
-def _printable(value: Any) -> Any:
-    """Values of JSON, whose text no terminal obeys: a report may come from anybody."""
-    if isinstance(value, str):
-        return printable(value)
-    if isinstance(value, dict):
-        return {key: _printable(one) for key, one in value.items()}
-    return list(map(_printable, value)) if isinstance(value, list) else value
-
-
-def _of_values(values: Mapping[str, Any]) -> RunReport:
-    fields: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    fields["stragglers"] = tuple(Straggler(**straggler) for straggler in values.get("stragglers", ()))
-    fields["ranks"] = tuple(RankPlace(**{**rank, "stages": tuple(rank["stages"])}) for rank in values.get("ranks", ()))
-    fields["phases"] = tuple(map(_of_values, values.get("phases", ())))
-    return RunReport(**fields)
+        report: RunReport = fitted(RunReport, values)
+    except ValueError as error:
+        raise DamagedFile(path, f"this is not a report of this version: {error}", todo) from error
+    return report
 
 
 # What a row or a column of the tables below is, by how its name begins.
@@ -126,6 +109,7 @@ _WORDS = {
     "recompute exposed": "seconds of R for which the next op had to wait; median.",
     "backward deferred": "share of the backward that ran later, as gradients of weights.",
     "peak activations": "most bytes held for a backward, messages included.",
+    "foreseen by the profile": "peak activations, from the layers that were measured before the run.",
     "without recomputation": "what the rank would hold at most if all sets were kept.",
     "set of a microbatch": "bytes of activations that a backward needs; of several stages the largest.",
     "its input": "bytes of the stage's input, from F to R.",
@@ -204,7 +188,7 @@ def _totals(report: RunReport) -> Table:
     is_known = report.counted_tokens_seen not in (None, report.tokens_seen)
     counted = f", {report.counted_tokens_seen:,} counted" if is_known else ""
     predicted = number(report.step_seconds_predicted, "{:.4f} s")
-    if report.step_seconds_measured is not None and report.step_seconds_predicted is not None:
+    if report.step_seconds_measured and report.step_seconds_predicted is not None:
         predicted += f" ({report.step_seconds_predicted / report.step_seconds_measured - 1:+.1%})"
     rows = [
         ("loss of the last step, nats per token", number(report.loss, "{:.3f}")),
@@ -265,6 +249,11 @@ def _rank_totals(report: RunReport) -> Table:
         ("recompute exposed", *(number(value, "{:.4f} s") for value in report.recompute_exposed_seconds)),
         *([("backward deferred to W", *(f"{share:.0%}" for share in shares))] if any(shares) else []),
         ("peak activations", *map(size, report.peak_activation_bytes)),
+        *(
+            [("foreseen by the profile", *map(size, foreseen))]
+            if (foreseen := report.peak_activation_bytes_predicted)
+            else []
+        ),
         ("without recomputation", *map(size, report.peak_activation_bytes_never)),
         *([("set of a microbatch", *map(size, report.set_bytes))] if report.set_bytes else []),
         *([("its input, held for R", *map(size, report.input_bytes))] if report.input_bytes else []),
@@ -288,7 +277,7 @@ def measured_and_predicted(
     """The last step on each replica, and the step that the op times of `early` steps predict; neither where nobody tells of ops."""
     if last is None:
         return (), None
-    predicted = show_schedule(schedule, _with_bytes(measure_costs(schedule.num_stages, early), last)) if early else None
+    predicted = show_schedule(schedule, with_bytes(measure_costs(schedule.num_stages, early), last)) if early else None
     several = len(last.timelines) > 1
 
     def shown(number: int, timeline: Timeline) -> Shown:
@@ -296,7 +285,7 @@ def measured_and_predicted(
         costs = measure_costs(schedule.num_stages, [last.timelines], replica=number)
         return Shown(
             last.schedule,
-            _with_bytes(costs, last),
+            with_bytes(costs, last),
             timeline,
             # The step itself is an order of its ops: what their medians say of the least time can be no more.
             min(bound_of(last.schedule, costs), last.step_seconds),
@@ -308,7 +297,7 @@ def measured_and_predicted(
     return tuple(shown(number, timeline) for number, timeline in enumerate(last.timelines)), predicted
 
 
-def _with_bytes(costs: Costs, last: Report) -> Costs:
+def with_bytes(costs: Costs, last: Report) -> Costs:
     """With what a microbatch took in `last`: of several stages of a rank each is charged as the largest."""
     if not any(last.set_bytes):
         return costs

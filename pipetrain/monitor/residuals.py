@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import Timeline
@@ -88,7 +88,7 @@ def measure_costs(num_stages: int, steps: Iterable[Sequence[Timeline]], *, repli
         for timeline in replicas if replica is None else replicas[replica : replica + 1]:
             taken: dict[Op, float] = defaultdict(float)  # of an op in parts, all of them
             for op, seconds in op_seconds(timeline, beside=replicas).items():
-                taken[replace(op, part=None) if op.part is not None else op] += seconds
+                taken[op._replace(part=None) if op.part is not None else op] += seconds
             for op, seconds in taken.items():
                 row = op.kind.row
                 if row.cost is not None:

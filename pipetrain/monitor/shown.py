@@ -22,6 +22,7 @@ from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.families import ALWAYS_SPLIT
 from pipetrain.schedule.halves import is_split
+from pipetrain.schedule.kinds import COPY_LANES
 from pipetrain.schedule.op import Lane
 from pipetrain.schedule.placement import spelling_of
 from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy, Sets
@@ -154,7 +155,8 @@ def op_record(event: OpEvent) -> dict[str, Any]:
 
 def chrome_trace(timeline: Timeline) -> str:
     """A timeline in the Chrome trace event format, for ui.perfetto.dev: a process per rank, a thread per lane, a complete event ("ph": "X") per op."""
-    lanes = list(Lane)
+    used = {event.lane for event in timeline.events}
+    lanes = [lane for lane in Lane if lane not in COPY_LANES or lane in used]
     events: list[dict[str, Any]] = []
     for rank in range(timeline.num_ranks):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
@@ -186,6 +188,7 @@ def _policy(policy: RecomputePolicy) -> str:
         f"sets {_numbers(policy.sets)}": recomputes and policy.sets not in ((None,) if policy.in_parts else (None, 1)),
         f"keep {policy.keep}": recomputes and policy.keep is not None,
         f"selective {' '.join(map(str, policy.selective))}": recomputes and policy.selective,
+        f"offload {policy.offload}": policy.offloads,
         f"stash {_numbers(policy.stash)}": policy.stash is not None,
         "last stage too": recomputes and policy.last_stage is LastStage.ALWAYS,
     }

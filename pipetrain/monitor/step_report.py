@@ -57,14 +57,17 @@ class RankReport:
         return RankPlace(self.rank, self.replica, self.rank if self.place is None else self.place, self.stages)
 
     def to_json(self) -> bytes:
-        events = [(event.lane.value, str(event.op), event.start, event.end) for event in self.events]
+        events = [
+            (one.lane.value, str(one.op), one.start, one.end, one.ran_seconds, one.waited_seconds, one.stalled_seconds)
+            for one in self.events
+        ]
         return json.dumps({**self.__dict__, "events": events}).encode()
 
     @staticmethod
     def from_json(text: bytes) -> RankReport:
         record = json.loads(text)
         place = record["rank"] if record["place"] is None else record["place"]
-        events = [OpEvent(place, Lane(lane), Op.parse(op), start, end) for lane, op, start, end in record["events"]]
+        events = [OpEvent(place, Lane(lane), Op.parse(op), *times) for lane, op, *times in record["events"]]
         return RankReport(**{**record, "events": tuple(events), "stages": tuple(record["stages"])})
 
 
@@ -149,9 +152,9 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What an engine knows of its last step on all ranks; bytes have one entry per rank."""
+    """What an engine knows of its last step on all ranks; bytes have one entry per rank. None: of a step that was not reported."""
 
-    step_seconds: float  # from the start of the first F to the end of the last B
+    step_seconds: float | None  # from the start of the first F to the end of the last B
     peak_memory_bytes: tuple[int | None, ...]
     ops: Report | None = None  # what ran when; None: the engine does not tell
 
@@ -168,13 +171,14 @@ PerRank = tuple[float | None, ...]
 _OF_BREAKDOWN = (
     *("recompute_hidden_seconds", "recompute_exposed_seconds", "wait_activation_seconds", "wait_gradient_seconds"),
     *("fill_seconds", "drain_seconds", "imbalance_seconds", "reduce_exposed_seconds"),
+    *("host_seconds", "handover_seconds", "machine_seconds"),
 )
 _OF_REPORT = ("peak_activation_bytes", "peak_reserved_bytes", "communicator_bytes")
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step. None: does not apply. Tuples: a number per rank, in rank order. Seconds, bytes."""
+    """One step. None: does not apply, or was not reported for this step. Tuples: a number per rank, in rank order. Seconds, bytes."""
 
     step: int  # from 1
     loss: float | None  # nats per token that counts; None: not finite
@@ -185,7 +189,7 @@ class StepMetrics:
     counted_tokens: int  # those that the loss is a mean over
     tokens_seen: int  # by all steps so far that changed the weights
     tokens_per_second: float  # `tokens` over the whole step, with the optimizer and everything else
-    step_seconds: float  # from the start of the first op to the end of the last one on any rank
+    step_seconds: float | None  # from the start of the first op to the end of the last one on any rank
     bubble_fraction: float | None
     mfu: float | None
     recompute_hidden_seconds: PerRank
@@ -201,6 +205,9 @@ class StepMetrics:
     peak_reserved_bytes: tuple[int | None, ...]
     communicator_bytes: tuple[int | None, ...]
     reduce_exposed_seconds: PerRank = ()
+    host_seconds: PerRank = ()
+    handover_seconds: PerRank = ()
+    machine_seconds: PerRank = ()
     skipped: bool = False  # whether the step was left out: the weights did not change
     phase: int | None = None  # its phase, from 0; None: the run has none
 

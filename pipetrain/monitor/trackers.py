@@ -18,6 +18,8 @@ from typing import Any
 
 from pipetrain.config.records import ObserveConfig, WandbConfig
 from pipetrain.config.target import TRACKERS, load_extension
+from pipetrain.config.terminal import say
+from pipetrain.config.write_files import replace_file
 from pipetrain.monitor.draw.terminal import staircase
 from pipetrain.monitor.folder import RunFolder
 from pipetrain.monitor.lines import LineFile, read_lines
@@ -74,11 +76,8 @@ class Trackers:
                 call(tracker)
             except Exception as error:  # whatever a library of others raises: no tracker is worth a run
                 del self._trackers[name]
-                print(
-                    f"pipetrain: {name} keeps nothing from here on ({first_line(error)}); the run goes on, and "
-                    "metrics.jsonl has its steps",
-                    file=sys.stderr,
-                    flush=True,
+                say(
+                    f"{name} keeps nothing from here on ({first_line(error)}); the run goes on, and metrics.jsonl has its steps"
                 )
                 with contextlib.suppress(Exception):
                     tracker.close()
@@ -298,11 +297,9 @@ class WandbTracker(Tracker):
             try:
                 return init("online")
             except Exception as error:  # no key, no network, a server that refuses
-                print(
-                    f"pipetrain: wandb is not reached ({first_line(error)}); going on offline, and "
-                    f"`wandb sync {self._folder.wandb}/latest-run` sends this run later",
-                    file=sys.stderr,
-                    flush=True,
+                say(
+                    f"wandb is not reached ({first_line(error)}); going on offline, and "
+                    f"`wandb sync {self._folder.wandb}/latest-run` sends this run later"
                 )
                 with contextlib.suppress(OSError, SystemExit):
                     wandb.teardown()  # its process still holds the id of the run that it could not begin
@@ -313,9 +310,7 @@ class WandbTracker(Tracker):
         file = self._folder.wandb / "run-id"
         if not file.is_file():
             file.parent.mkdir(mode=0o750, exist_ok=True)
-            draft = file.with_suffix(".draft")
-            draft.write_text(secrets.token_hex(4))
-            draft.replace(file)
+            replace_file(file, secrets.token_hex(4))
         return file.read_text()
 
 

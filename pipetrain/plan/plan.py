@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from pipetrain.config.read_files import DamagedFile, read_record
 from pipetrain.config.records import COMMUNICATORS, EDGES
 from pipetrain.plan.balance import balance_by_work, balance_evenly
 from pipetrain.schedule.placement import Placement, ranks_named_in, stage_ranks_of
@@ -82,16 +82,14 @@ def read_plan(path: Path) -> Plan:
     """The plan of a run, from its folder.
 
     Raises:
-        ValueError: there is none, or it is of another version of pipetrain.
+        DamagedFile: there is none, it is of another version of pipetrain, or its stages and ranks do not belong together.
     """
-    try:
-        record: dict[str, Any] = json.loads(path.read_text())
-        fields: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in record.items()
-        }
-        return Plan(**fields)
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path}: there is no plan that can be read ({error})") from error
+    todo = "name another run"
+    plan = read_record(Plan, path, todo)
+    ranks = set(plan.stage_ranks)
+    if len(plan.stage_ranks) != plan.num_stages or min(plan.balance, default=0) < 1 or ranks != set(range(len(ranks))):
+        raise DamagedFile(path, f"its stages {plan.balance} and ranks {plan.stage_ranks} are no plan", todo)
+    return plan
 
 
 def whole_number(key: str, value: Any, *, least: int = 1) -> int:

@@ -6,13 +6,15 @@ a run               costs of its stages, and its microbatches    -> costs of tho
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from pipetrain.config.read_files import DamagedFile, fitted, read_object
 from pipetrain.config.renamed import current_key
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.policy import Outputs
@@ -69,7 +71,8 @@ class LayerProfile:
     """Layers that look the same, measured on one of them with one microbatch; the number after the last layer's is the loss.
 
     `recompute_seconds` is R through the whole layer, `recompute_last_seconds` where it is the last of its stage, so that R ends with its
-    last saved tensor. `inner_bytes` is its set but for its input and its output, which neighbours may save as well.
+    last saved tensor. `inner_bytes` is its set but for its input and its output, which neighbours may save as well. W waits with `deferred_bytes`; of
+    it and of the seconds of I and W an older profile says nothing.
     """
 
     numbers: tuple[int, ...]
@@ -90,17 +93,40 @@ class LayerProfile:
     optimizer_bytes: int
     largest: tuple[SavedTensor, ...] = ()
     ops: tuple[OpProfile, ...] = ()
+    input_gradient_seconds: float | None = None
+    weight_gradient_seconds: float | None = None
+    deferred_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection of two stages: a message of n bytes takes `latency_seconds` + n / `bytes_per_second`, measured both ways at once."""
+
+    latency_seconds: float
+    bytes_per_second: float
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.latency_seconds + num_bytes / self.bytes_per_second
 
 
 @dataclass(frozen=True)
 class Profile:
     """What was measured: `layers` with what `conditions` (key -> value), or `costs` of a run whose batch was cut into
-    `num_microbatches`."""
+    `num_microbatches`.
+
+    `layers` are of a microbatch of `samples` samples, `smaller` the same layers of one sample: a line through both says what others cost
+    (`at`). `link` joins neighbouring stages; None: messages take no time. `edges` are those that were measured, behind stages 0, 1 ...
+    """
 
     costs: Costs | None = None
     num_microbatches: int | None = None
     conditions: Mapping[str, Any] = field(default_factory=dict)
     layers: tuple[LayerProfile, ...] = ()
+    samples: int | None = None
+    smaller: tuple[LayerProfile, ...] = ()
+    link: Link | None = None
+    edges: tuple[Link, ...] = ()
+    device: str = "cpu"
 
     def as_json(self) -> str:
         """The text of profile.json."""
@@ -112,7 +138,32 @@ class Profile:
         return sum(len(layer.numbers) for layer in self.layers) - any(layer.kind == LOSS for layer in self.layers)
 
     def layer(self, number: int) -> LayerProfile:
-        return next(layer for layer in self.layers if number in layer.numbers)
+        return self._by_number[number]
+
+    @functools.cached_property
+    def _by_number(self) -> dict[int, LayerProfile]:
+        return {number: layer for layer in self.layers for number in layer.numbers}
+
+    def hop_seconds(self, edge: int, num_bytes: float) -> float:
+        """What a message over the link behind stage `edge` takes."""
+        link = self.edges[edge] if edge < len(self.edges) else self.link
+        return 0.0 if link is None else link.seconds(num_bytes)
+
+    def at(self, samples: int) -> Profile:
+        """The profile of microbatches of so many samples.
+
+        Raises:
+            ValueError: it is of microbatches of another size alone.
+        """
+        if samples == self.samples or self.samples is None:
+            return self
+        if not self.smaller or self.samples == 1:
+            raise ValueError(
+                f"the profile is of microbatches of {self.samples} samples, and this has {samples}; measure again with `pipetrain profile`"
+            )
+        share = (samples - 1) / (self.samples - 1)
+        layers = tuple(_between(one, many, share) for one, many in zip(self.smaller, self.layers, strict=True))
+        return replace(self, layers=layers, samples=samples, smaller=())
 
     @property
     def has_loss(self) -> bool:
@@ -120,25 +171,49 @@ class Profile:
 
 
 LOSS = "loss"
+_OF_W, _SPLIT = (
+    0.4,
+    1.026,
+)  # W's share of a split backward, and what that takes of a whole one (`pipetrain bench split`, a block)
 
 
 def costs_of_layers(profile: Profile, balance: Sequence[int], selective: Sequence[Outputs] = ()) -> Costs:
-    """What stages of `balance` layers cost, from layers that were measured alone; hops are not known and take no time.
+    """What stages of `balance` layers cost, from layers that were measured alone. Hops are those of the profile's link; without one they
+    take no time.
 
     A tensor that two neighbours save is held once. `set_bytes` has the outputs that `selective` keeps although no backward needs them.
     """
     starts = [sum(balance[:stage]) for stage in range(len(balance))]
     stages = [_Stage(profile, range(start, start + size), selective) for start, size in zip(starts, balance)]
+    sizes = [stage.layers[-1].output_bytes for stage in stages[:-1]]
+    hops = tuple(profile.hop_seconds(edge, size) for edge, size in enumerate(sizes))
     return Costs(
         forward=tuple(stage.seconds("forward_seconds") + stage.looking_seconds() for stage in stages),
         backward=tuple(stage.seconds("backward_seconds") for stage in stages),
+        input_gradient=tuple(stage.half("input_gradient_seconds", _SPLIT * (1 - _OF_W)) for stage in stages),
+        weight_gradient=tuple(stage.half("weight_gradient_seconds", _SPLIT * _OF_W) for stage in stages),
         recompute=tuple(stage.recompute_seconds() for stage in stages),
-        hop_forward=(0.0,) * (len(balance) - 1),
-        hop_backward=(0.0,) * (len(balance) - 1),
+        hop_forward=hops,
+        hop_backward=hops,
         input_bytes=tuple(float(stage.layers[0].input_bytes) for stage in stages),
         set_bytes=tuple(float(stage.set_bytes() + stage.unsaved_bytes()) for stage in stages),
         kept_bytes=tuple(float(stage.kept_bytes()) for stage in stages) if selective else (),
     )
+
+
+def as_measured(profile: Profile, balance: Sequence[int], measured: Costs) -> Profile:
+    """The profile with the seconds of each layer in proportion to what its stage took in a run of stages of `balance` layers."""
+    foreseen, ends = costs_of_layers(profile, balance), list(itertools.accumulate(balance))
+    layers = []
+    for number in range(profile.num_layers + profile.has_loss):
+        stage = next((stage for stage, end in enumerate(ends) if number < end), len(ends) - 1)
+        layer, scales = profile.layer(number), {}
+        for name in ("forward", "backward", "recompute"):
+            before, now = getattr(foreseen, name)[stage], getattr(measured, name)[stage]
+            scales[f"{name}_seconds"] = getattr(layer, f"{name}_seconds") * (now / before if before and now else 1.0)
+        last = layer.recompute_last_seconds * scales["recompute_seconds"] / (layer.recompute_seconds or 1.0)
+        layers.append(replace(layer, numbers=(number,), recompute_last_seconds=last, **scales))
+    return replace(profile, layers=tuple(layers), smaller=())
 
 
 def bytes_of_layers(profile: Profile) -> tuple[float, ...]:
@@ -158,6 +233,22 @@ def seconds_of_layers(profile: Profile) -> tuple[float, ...]:
     if profile.has_loss:
         own[-2:] = [own[-2] + own[-1]]
     return tuple(own)
+
+
+_Measured = TypeVar("_Measured", LayerProfile, OpProfile, SavedTensor)
+
+
+def _between(one: _Measured, many: _Measured, share: float) -> _Measured:
+    """The record with its seconds and bytes on the line from `one` (share 0) to `many` (share 1), and beyond it; none below 0."""
+    changed: dict[str, Any] = {}
+    for name, value in vars(many).items():
+        if value is not None and (name.endswith(("_seconds", "_bytes")) or name in ("seconds", "bytes")):
+            start = getattr(one, name)
+            found = max(0.0, start + (value - start) * share)
+            changed[name] = round(found) if isinstance(value, int) else found
+        elif name in ("largest", "ops") and len(value) == len(getattr(one, name)):
+            changed[name] = tuple(_between(*pair, share) for pair in zip(getattr(one, name), value))
+    return replace(many, **changed)
 
 
 class _Stage:
@@ -180,6 +271,11 @@ class _Stage:
     def seconds(self, name: str) -> float:
         total: float = sum(getattr(layer, name) for layer in self.layers)
         return total
+
+    def half(self, name: str, share: float) -> float:
+        """Seconds of I or W; of layers that do not tell, a `share` of B."""
+        own = ((getattr(layer, name), layer.backward_seconds) for layer in self.layers)
+        return sum(backward * share if told is None else told for told, backward in own)
 
     def recompute_seconds(self) -> float:
         whole = sum(layer.recompute_seconds for layer in self.layers[:-1]) + self.layers[-1].recompute_last_seconds
@@ -226,35 +322,44 @@ def read_profile(given: str) -> Profile:
     path = folder if folder.is_file() else folder / PROFILE
     if not path.is_file():
         raise ValueError(
-            f"plan.profile={given}: {path} is not there; a run writes it when it ends and its engine told of its ops: name such a run, "
+            f"plan.profile={given}: {path} is not there; a run of engine=native writes it at its end: name such a run, "
             "or leave plan.profile out"
         )
+    todo = "name another run"
     try:
-        found = json.loads(path.read_text())
-        if found["format_version"] not in _READ:
-            raise ValueError(f"format_version {found['format_version']}, known is {_FORMAT_VERSION}")
+        found = read_object(path, todo)
         return _profile(found)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"plan.profile={given}: {path} cannot be read ({error}); name another run") from None
+    except DamagedFile as error:
+        raise ValueError(f"plan.profile={given}: {error}") from error
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"plan.profile={given}: {DamagedFile(path, error, todo)}") from error
 
 
-def _profile(found: Mapping[str, Any]) -> Profile:
-    layers = tuple(_layer(layer) for layer in found.get("layers", ()))
+def _profile(found: dict[str, Any]) -> Profile:
+    if found["format_version"] not in _READ:
+        raise ValueError(f"format_version {found['format_version']}, known is {_FORMAT_VERSION}")
+    layers = fitted(tuple[LayerProfile, ...], found.get("layers", []), "layers")
     if found["costs"] is None:
         if not layers:
             raise ValueError("it has neither costs nor layers")
-        return Profile(
-            conditions={current_key(key): value for key, value in found["conditions"].items()}, layers=layers
-        )
+        conditions = fitted(dict[str, Any], found["conditions"], "conditions")
+        more: dict[str, Any] = {
+            "samples": int | None,
+            "smaller": tuple[LayerProfile, ...],
+            "link": Link | None,
+            "edges": tuple[Link, ...],
+            "device": str,
+        }
+        told = {name: fitted(kind, found[name], name) for name, kind in more.items() if name in found}
+        return Profile(conditions={current_key(key): value for key, value in conditions.items()}, layers=layers, **told)
     names = {field.name for field in fields(Costs)}
-    costs = Costs(**{name: tuple(map(float, times)) for name, times in found["costs"].items() if name in names})
-    return Profile(costs, int(found["num_microbatches"]))
-
-
-def _layer(found: Mapping[str, Any]) -> LayerProfile:
-    largest = tuple(SavedTensor(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in found["largest"])
-    ops = tuple(OpProfile(**op) for op in found["ops"])
-    return LayerProfile(**{**found, "numbers": tuple(found["numbers"]), "largest": largest, "ops": ops})
+    costs = {name: times for name, times in fitted(dict[str, Any], found["costs"], "costs").items() if name in names}
+    made = fitted(Costs, costs)
+    for one in fields(Costs):
+        num, wanted = len(getattr(made, one.name)), made.num_stages - one.name.startswith("hop_")
+        if num != wanted and (num or one.default != ()):
+            raise ValueError(f"{one.name} has {num} entries, for {made.num_stages} stages")
+    return Profile(made, fitted(int, found["num_microbatches"], "num_microbatches"))
 
 
 def check_profile(given: str, profile: Profile, num_stages: int, num_microbatches: int) -> None:

@@ -1,4 +1,4 @@
-"""What all ranks agree on: when a pipeline is made, that they were given the same; ahead of each call, its kind, its shapes and its weights."""
+"""Agreement of all ranks: when a pipeline is made, on its arguments; before each call, on its kind, its shapes and its weights."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipetrain.comm.chain import Chain, Everyone
-from pipetrain.comm.failure import Monitor, PipelineError
+from pipetrain.comm.chain import Everyone
+from pipetrain.comm.failure import PipelineError
 from pipetrain.comm.forms import Form, is_plain
 from pipetrain.comm.group import Group
 from pipetrain.comm.own_device import identity_of
@@ -24,9 +25,10 @@ from pipetrain.plan.plan import Plan
 from pipetrain.runtime.arguments import check_batch
 from pipetrain.runtime.cut import Counted, cut, num_rows, row_counts, rows_fault, weights_of
 from pipetrain.schedule.op import Op
-from pipetrain.stage.modules import modules_below, parameters_in
+from pipetrain.stage.layer_state import modules_below, parameters_in
 from pipetrain.stage.segments import AnyStage
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _LONGEST_ERROR = 600  # so that a header stays within its fixed size
 
 
@@ -41,11 +43,11 @@ class Introduction:
     counts: bool = False  # whether it was given a count_fn
     loss_reduction: str = "mean"
     carrier: str = ""  # of messages between stages
-    gpu: str = ""  # its own, where it must have it for itself
+    gpu: str = ""  # this rank's GPU, if no other rank may use it (NCCL); else empty
     problem: str = ""
 
     def tell(self, plan: Plan, schedule: str, group: Group) -> None:
-        """What this rank runs; `schedule` as `Programs.describe` gives it."""
+        """Fill in what this rank runs; `schedule` is the text of `Programs.describe`."""
         self.plan, self.schedule = repr(plan), schedule
         if group.size > 1:
             self.carrier = carrier_of(plan.edges, group.device)
@@ -56,8 +58,8 @@ class Introduction:
 def introduced(group: Group) -> Iterator[Introduction]:
     """In the block a rank makes its own part and fills in its introduction; then it compares with the other ranks. Collective.
 
-    Raises ValueError: what was wrong (ValueError, TypeError) on a rank, the first one of them; or a rank that was given something else than rank
-    0. The same on every rank.
+    Raises ValueError, the same on every rank: what the first rank that failed raised (ValueError, TypeError); or which rank was given something
+    else than rank 0.
     """
     own, problem = Introduction(), None
     try:
@@ -71,10 +73,8 @@ def introduced(group: Group) -> Iterator[Introduction]:
 
 
 def introduce(own: Introduction, everyone: Everyone, own_rank: int) -> None:
-    """Compare with rank 0, whose introduction all get; what each rank finds wrong goes to all. Collective.
-
-    Raises ValueError: the first rank's problem, if there is one; or a rank that was given something else than rank 0. The same on every rank.
-    """
+    """Rank 0 sends its introduction to all; each rank compares it with its own and sends all what differs. Collective. Raises ValueError: the
+    first rank's problem, if there is one; or a rank that was given something else than rank 0. The same on every rank."""
     what = "the other ranks' plans"
     first = Introduction(**json.loads(everyone.broadcast(json.dumps(asdict(own)).encode(), what)))
     found = json.dumps([own_rank, _mistake(own_rank, own, first), own.gpu]).encode()
@@ -114,10 +114,10 @@ def _mistake(rank: int, own: Introduction, first: Introduction) -> str:
 class Call:
     """One call of the pipeline, as this rank knows it.
 
-    `described` says whether messages to and from the stage before, and the stage after, carry their form. `first_backward` is
-    the first stage with a parameter that needs a gradient. A rank whose stages all come before that stage may have `num_stages`
-    here, with the same effect. The microbatches `idle` count nothing: their ops do nothing. `weights` is what each weighs in the
-    loss of all replicas, where targets are counted or there are several replicas; else None.
+    `described` says whether messages to and from the stage before, and the stage after, carry their form (`comm/forms.py`).
+    `first_backward` is the first stage with a parameter that needs a gradient. A rank may know only the stages up to its own: if none
+    of these needs one, it may have `num_stages` here, with the same effect. The microbatches `idle` count nothing: their ops do nothing.
+    `weights` has the weight of each in the loss of all replicas; None with one replica whose targets are not counted.
     """
 
     num_microbatches: int
@@ -127,7 +127,7 @@ class Call:
     described: tuple[bool, bool]
     idle: frozenset[int] = frozenset()
     weights: list[float] | None = None
-    left: tuple[tuple[int, str, int], ...] = ()  # what ranks say of `runtime/skips.py`
+    left: tuple[tuple[int, str, int], ...] = ()  # tensors left for other stages (`runtime/skips.py`)
 
 
 class Calls:
@@ -142,35 +142,27 @@ class Calls:
     """
 
     def __init__(
-        self,
-        chain: Chain,
-        plan: Plan,
-        stages: Mapping[int, AnyStage],
-        copies: Mapping[str, nn.Parameter] | None,
-        replicas: Chain,
-        monitor: Monitor,
+        self, group: Group, plan: Plan, stages: Mapping[int, AnyStage], copies: Mapping[str, nn.Parameter] | None
     ) -> None:
-        """`copies` are the parameters of this rank that a stage elsewhere shares, by their first name in the whole model; None:
-        no two stages share any. `replicas` are the ranks with these stages in each replica."""
-        self._chain = chain
-        self._replicas = replicas
-        self._monitor = monitor
+        """`copies` are the parameters of this rank that a stage elsewhere shares, by their name in the lower stage; None: no two
+        stages share any."""
+        self._chain, self._replicas, self._monitor = group.chain, group.replicas, group.monitor
         self._copies = copies or {}
-        self._plan = plan
+        self._most_microbatches, self._num_stages = plan.num_microbatches, plan.num_stages
         self._stages = stages
         is_in_order = all(low <= high for low, high in itertools.pairwise(plan.stage_ranks))
         self._goes_down = is_in_order and copies is None
-        # By kind and shapes of a call, on the rank of stage 0: its number, and plain values among the inputs of the last one.
+        # On the rank of stage 0: kind and shapes of a call -> its number; that number -> plain values in the inputs of the latest such call.
         self._signatures: dict[Any, int] = {}
         self._values: dict[int, str] = {}
         self._forms: dict[int, dict[Op, Form]] = {}
-        # By signature, and the edges before or after: microbatches whose forms both ends know, since which change of what needs a gradient.
+        # (signature, 0 for the edges before or 1 for those after) -> (`_num_changes` then, microbatches whose forms both ends know since then)
         self._told: dict[tuple[int, int], tuple[int, frozenset[int]]] = {}
         self._trainable: dict[int, list[bool]] = {}  # of this rank's stages, which parameters need a gradient
-        self._num_changes = 0
+        self._num_changes = 0  # of what needs a gradient, and of plain values
 
     def forms(self, call: Call) -> dict[Op, Form]:
-        """The forms of the messages of such a call, to be filled where it is described."""
+        """The forms of the messages of calls with this signature; a call that is `described` fills them in."""
         return self._forms.setdefault(call.signature, {})
 
     def agree(
@@ -184,8 +176,8 @@ class Calls:
         mistake: str | None = None,
         left: Sequence[tuple[int, str, int]] = (),
     ) -> Call:
-        """The call of this `kind` (`step`, `evaluate`, `call`) at `step`, with the inputs of the rank that holds stage 0 and the
-        targets of the one that holds the last, which `count` counts; on every rank or on none. Collective.
+        """Agree on the call of this `kind` (`step`, `evaluate`, `call`) at `step`: every rank returns it, or every rank raises. `inputs` are
+        read on the rank of stage 0; `count` counts the targets on the rank of the last stage. Collective.
 
         Raises ValueError: these inputs or targets cannot be cut or counted; the same on every rank; PipelineError: another rank failed, or
         called something else.
@@ -193,14 +185,14 @@ class Calls:
         what, own, counted = f"{kind} {step}", dict[str, Any](), None
         if 0 in self._stages:
             own = self._header_of(kind, inputs, is_training=is_training, mistake=mistake)
-        if count is not None and self._plan.num_stages - 1 in self._stages:
+        if count is not None and self._num_stages - 1 in self._stages:
             counted = count()
             told = None if counted.problem is None else str(counted.problem)[:_LONGEST_ERROR]
             own |= {"target_rows": counted.rows, "target_error": told, "counts": counted.counts}
         first_backward = self._look_at_parameters()
 
         def add(received: bytes | None) -> bytes:
-            header: dict[str, Any] = {"first_backward": self._plan.num_stages, "changes": 0, "left": [], "trained": {}}
+            header: dict[str, Any] = {"first_backward": self._num_stages, "changes": 0, "left": [], "trained": {}}
             header |= own if received is None else json.loads(received) | own
             header["first_backward"] = min(header["first_backward"], first_backward)
             header["changes"] += self._num_changes
@@ -225,46 +217,42 @@ class Calls:
             weights, problem = _weights_of(headers)
         if problem:
             for chain in (self._chain, self._replicas):
-                chain.wait_sent(what)  # this rank may end with the error, and the others are to know it
+                chain.wait_sent(what)  # this process may exit with the error before the others have it
             raise ValueError(problem) from (None if counted is None else counted.problem)
-        header["first_backward"] = min(one["first_backward"] for one in headers)
+        if len(headers) > 1:
+            header["first_backward"] = min(one["first_backward"] for one in headers)
         return self._call_of(header, changes, None if weights is None else weights[self._replicas.rank])
 
     def _header_of(self, kind: str, inputs: Any, *, is_training: bool, mistake: str | None) -> dict[str, Any]:
         """What the other ranks are told of a call; a mistake in the inputs travels in it, so that every rank raises it."""
-        most = self._plan.num_microbatches
+        most = self._most_microbatches
         try:
             if mistake:
                 raise ValueError(mistake)
             rows = num_rows(inputs, "inputs")
             check_batch(inputs, "inputs", rows, with_graph=kind == "step")
             if not rows:
-                found = f"no {'inputs' if inputs is None else 'rows'}"
-                raise ValueError(
-                    f"{kind} was given {found} on {self._monitor.name}, which holds the first stage: give the batch there"
-                )
+                found = "inputs" if inputs is None else "rows"
+                where = f"on {self._monitor.name}, which holds the first stage"
+                raise ValueError(f"{kind} was given no {found} {where}: give the batch there")
             wanted = most if kind == "step" else min(most, rows)
             if rows < wanted:
                 cut(inputs, wanted)
         except (ValueError, TypeError) as error:
             return {"error": str(error)[:_LONGEST_ERROR]}
         leaves, spec = pytree.tree_flatten(inputs)
-        shapes = [
-            (leaf.shape, leaf.dtype, leaf.stride()) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves
-        ]
+        shapes = [(one.shape, one.dtype, one.stride()) if isinstance(one, Tensor) else type(one) for one in leaves]
         autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")]
         key = (kind, wanted, is_training, *autocast, *shapes, str(spec))
         number = self._signatures.setdefault(key, len(self._signatures))
-        values = repr([leaf for leaf in leaves if is_plain(leaf)])
+        values = repr([leaf for leaf in leaves if not isinstance(leaf, Tensor) and is_plain(leaf)])
         self._num_changes += self._values.setdefault(number, values) != values
         self._values[number] = values
         return {"error": None, "rows": rows, "num_microbatches": wanted, "signature": number}
 
     def _compare(self, header: Mapping[str, Any], kind: str, what: str) -> list[dict[str, Any]]:
-        """The headers of all replicas, as the ranks with these stages know them.
-
-        Raises PipelineError: a step in which they train other parameters than this rank.
-        """
+        """Exchange headers with the ranks of the same stages in the other replicas; returns one per replica. Raises PipelineError: in a step,
+        replicas train different parameters of these stages."""
         own = {**header, "trains": zlib.crc32(repr(self._trainable).encode())}
         headers = [json.loads(one) for one in self._replicas.concatenate(json.dumps(own).encode(), what)]
         odd = next((place for place, one in enumerate(headers) if one["trains"] != headers[0]["trains"]), None)
@@ -276,35 +264,25 @@ class Calls:
         return headers
 
     def _look_at_parameters(self) -> int:
-        """Count it where other parameters need a gradient than at the last call; returns the first of this rank's stages in
-        which one does, `num_stages` where there is none."""
-        trainable = {
-            index: [parameter.requires_grad for parameter in parameters_in(modules_below(stage.layers))]
-            for index, stage in self._stages.items()
-        }
+        """Count a change if other parameters need a gradient than at the last call. Returns the first of this rank's stages with a
+        parameter that needs one, `num_stages` if there is none."""
+        stages = self._stages.items()
+        trainable = {i: list(map(_REQUIRES_GRAD, parameters_in(modules_below(one.layers)))) for i, one in stages}
         self._num_changes += trainable != self._trainable
         self._trainable = trainable
-        return min((index for index, flags in trainable.items() if any(flags)), default=self._plan.num_stages)
+        return min((index for index, flags in trainable.items() if any(flags)), default=self._num_stages)
 
     def _call_of(self, header: Mapping[str, Any], changes: tuple[int, int], weights: list[float] | None) -> Call:
         number, m = header["signature"], header["num_microbatches"]
         # A count may be so small beside the others that its share is 0.
-        idle = frozenset([place for place, weight in enumerate(weights or ()) if weight == 0])
+        idle = frozenset() if weights is None else frozenset(n for n, weight in enumerate(weights) if weight == 0)
         run = frozenset(range(m)) - idle
         described = self._carries_forms((number, 0), changes[0], run), self._carries_forms((number, 1), changes[1], run)
-        return Call(
-            num_microbatches=m,
-            rows=header["rows"],
-            signature=number,
-            first_backward=header["first_backward"],
-            described=described,
-            idle=idle,
-            weights=weights,
-            left=tuple(map(tuple, header["left"])),
-        )
+        left = tuple(map(tuple, header["left"]))
+        return Call(m, header["rows"], number, header["first_backward"], described, idle, weights, left)
 
     def _carries_forms(self, edges: tuple[int, int], num_changes: int, microbatches: frozenset[int]) -> bool:
-        """Whether messages over these edges carry their form in the call that comes; both ends know it then."""
+        """Whether messages over these edges must carry their form in the next call. After it both ends know the form."""
         told_at, told = self._told.get(edges, (num_changes, frozenset[int]()))
         if told_at != num_changes:
             told = frozenset()
@@ -313,15 +291,13 @@ class Calls:
 
 
 def _weights_of(headers: Sequence[Mapping[str, Any]]) -> tuple[list[list[float]], str | None]:
-    """What each microbatch of each replica weighs in the loss of all, by what counts of it, or else by its rows; or what is wrong with that.
-
-    Where nothing of the targets is cut, those of a replica weigh the same.
-    """
+    """The weight of each microbatch of each replica in the loss of all, by its count, else by its rows; and what is wrong with it, or None. If no
+    target is cut, the microbatches of a replica weigh the same."""
     counts = [
-        header["counts"][: header["num_microbatches"]]
-        if "counts" in header
-        else row_counts(header["rows"], header["num_microbatches"])
-        for header in headers
+        one["counts"][: one["num_microbatches"]]
+        if "counts" in one
+        else row_counts(one["rows"], one["num_microbatches"])
+        for one in headers
     ]
     try:
         weights = iter(weights_of([count for own in counts for count in own]))
@@ -331,7 +307,7 @@ def _weights_of(headers: Sequence[Mapping[str, Any]]) -> tuple[list[list[float]]
 
 
 def _first_problem(headers: Sequence[Mapping[str, Any]]) -> str | None:
-    """What is wrong with the inputs of a replica, else with its targets where they are counted, else with parameters that stages share."""
+    """The first error: in the inputs of a replica, else in its targets if they are counted, else in parameters that stages share."""
     for replica, header in enumerate(headers):
         problem: str | None = header["error"] or rows_fault(header.get("target_rows"), header["rows"])
         problem = problem or header.get("target_error") or header.get("copies_error")

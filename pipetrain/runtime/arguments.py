@@ -43,25 +43,20 @@ def checked_seed(seed: Any) -> int:
 
 
 def check_functions(loss_fn: Any, count_fn: Any, on_event: Any, on_call: Any, layers: Iterable[Any]) -> None:
-    """Refuse what cannot be called, and a loss with parameters to train that no layer has: they are in no `parameters()`, `state_dict` or clip.
-
-    Raises ValueError: with the argument, or with the names of the parameters.
-    """
-    for name, function, gives in (
-        ("loss_fn", loss_fn, "of an output and its target"),
-        ("count_fn", count_fn, "of a microbatch's target"),
-        ("on_event", on_event, "of an OpEvent"),
-        ("on_call", on_call, "of an op and its stage's layers"),
-    ):
+    """Refuse what cannot be called, and a loss with trainable parameters of no layer: the pipeline would neither list, save nor clip them. Raises
+    ValueError: with the argument, or with the names of the parameters."""
+    takes = {
+        "loss_fn": (loss_fn, "an output and its target"),
+        "count_fn": (count_fn, "a microbatch's target"),
+        "on_event": (on_event, "an OpEvent"),
+        "on_call": (on_call, "an op and its stage's layers"),
+    }
+    for name, (function, what) in takes.items():
         if function is not None and not callable(function):
-            raise ValueError(f"{name}={function!r}: give a function {gives}, or leave {name} out")
+            raise ValueError(f"{name}={function!r}: give a function of {what}, or leave {name} out")
     of_layers = {id(parameter) for layer in layers if isinstance(layer, nn.Module) for parameter in layer.parameters()}
-    own = [
-        name
-        for module in _modules_of(loss_fn)
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad and id(parameter) not in of_layers
-    ]
+    named = (pair for module in _modules_of(loss_fn) for pair in module.named_parameters())
+    own = [name for name, parameter in named if parameter.requires_grad and id(parameter) not in of_layers]
     if own:
         rest = f" and {len(own) - 2} more" if len(own) > 2 else ""
         raise ValueError(
@@ -71,7 +66,7 @@ def check_functions(loss_fn: Any, count_fn: Any, on_event: Any, on_call: Any, la
 
 
 def mistake_in_step(scale: Any) -> str | None:
-    """What stands against a step of this `scale`, called here and now."""
+    """Why a step of this `scale` may not run now; None: it may."""
     if not is_number(scale) or not math.isfinite(scale) or scale == 0:
         return f"step was given scale={scale!r}: a finite number other than 0 is needed, what the gradients are multiplied by"
     if torch.is_grad_enabled():
@@ -90,21 +85,15 @@ def checked_reduction(reduction: Any) -> str:
 
 
 def check_loss_is_local(loss_fn: Any, layers: Mapping[int, nn.Module], plan: Plan) -> None:
-    """Refuse a loss that names layers of another rank than its own: what their forward leaves in them stays there. `layers` are those that
-    this rank knows: all of them, or only its own where layers are made by callables.
-
-    Raises ValueError: with the name of one.
-    """
-    rank_of = {number: plan.stage_ranks[plan.stage_of(number)] for number in layers}
-    near: set[nn.Module] = set()
+    """Refuse a loss that names layers of another rank: attributes that their forward sets exist on that rank only. `layers` are those that this
+    rank knows: all of them, or only its own where layers are made by callables. Raises ValueError: with the name of one."""
+    is_near = {number: plan.stage_ranks[plan.stage_of(number)] == plan.stage_ranks[-1] for number in layers}
+    near = {module for number, layer in layers.items() if is_near[number] for module in layer.modules()}
     far: dict[nn.Module, int] = {}
     for number, layer in layers.items():
         for module in layer.modules():
-            if rank_of[number] == plan.stage_ranks[-1]:
-                near.add(module)
-            else:
+            if module not in near:
                 far.setdefault(module, number)
-    far = {module: number for module, number in far.items() if module not in near}
     found = first_named(loss_fn, lambda thing: isinstance(thing, nn.Module) and thing in far, near) if far else None
     if found is not None:
         path, module = found
@@ -117,7 +106,7 @@ def check_loss_is_local(loss_fn: Any, layers: Mapping[int, nn.Module], plan: Pla
 
 
 def _modules_of(function: Any) -> Iterator[nn.Module]:
-    """The modules that a loss is, or is a method of, or was given beforehand."""
+    """The modules of a loss: itself, the owner of a method, or those in a `functools.partial`."""
     if isinstance(function, nn.Module):
         yield function
     elif isinstance(function, functools.partial):
@@ -127,28 +116,12 @@ def _modules_of(function: Any) -> Iterator[nn.Module]:
         yield from _modules_of(owner)
 
 
-def check_no_inference_tensors(layers: Mapping[int, nn.Module]) -> None:
-    """Refuse layers that were made under `torch.inference_mode()`, whose tensors can never be trained.
-
-    Raises ValueError: with the name of the first.
-    """
-    for number, layer in layers.items():
-        for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-            if tensor.is_inference():
-                raise ValueError(
-                    f"{number}.{name} was made under torch.inference_mode(), so it cannot be trained: make the model outside, or "
-                    "deepcopy it there"
-                )
-
-
 # A batch --------------------------------------------------------------------------------------------------------------
 
 
 def check_batch(batch: Any, name: str, rows: int | None, *, with_graph: bool) -> None:
-    """Refuse what is surely a mistake in the inputs or targets of a batch of so many `rows`.
-
-    Raises ValueError: with the leaf, and what to give instead.
-    """
+    """Refuse what is surely a mistake in the inputs or targets of a batch of so many `rows`. Raises ValueError: with the leaf, and what to give
+    instead."""
     if all(map(_is_plain, pytree.tree_leaves(batch))):
         return
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
@@ -160,7 +133,7 @@ def check_batch(batch: Any, name: str, rows: int | None, *, with_graph: bool) ->
 
 
 def _is_plain(leaf: Any) -> bool:
-    """What the leaves of most batches are."""
+    """Whether it is an ordinary tensor without a gradient, as most leaves are: nothing is wrong with it."""
     return type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.requires_grad and not leaf.is_inference()
 
 
@@ -194,14 +167,11 @@ def _untrainable(tensor: Tensor, with_graph: bool) -> str | None:
 
 
 def _refuse_lists(batch: Any, name: str, rows: int) -> None:
-    """A list of plain values with one for each row looks like a batch, and would go to each microbatch as a whole."""
+    """Refuse a list with one plain value per row: it looks like a batch, but each microbatch would get all of it."""
 
     def is_list_of_rows(part: Any) -> bool:
-        return (
-            isinstance(part, list)
-            and len(part) == rows > 1
-            and all(isinstance(entry, (bool, int, float, complex, str)) for entry in part)
-        )
+        is_long = isinstance(part, list) and len(part) == rows > 1
+        return is_long and all(isinstance(entry, (bool, int, float, complex, str)) for entry in part)
 
     for path, part in pytree.tree_flatten_with_path(batch, is_leaf=is_list_of_rows)[0]:
         if is_list_of_rows(part):

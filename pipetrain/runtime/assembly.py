@@ -19,7 +19,7 @@ from pipetrain.comm.lanes import Lanes
 from pipetrain.models.sharing import SharedState
 from pipetrain.models.spec import ModelSpec, check_built, check_sharing, name_in
 from pipetrain.plan.plan import Plan, plan_of
-from pipetrain.runtime.arguments import check_loss_is_local, check_no_inference_tensors
+from pipetrain.runtime.arguments import check_loss_is_local
 from pipetrain.runtime.call_programs import GivenSchedule, Programs, with_shortest_step
 from pipetrain.runtime.copies import Copies, make_one
 from pipetrain.runtime.gradients import SharedGradients
@@ -35,17 +35,11 @@ Stages = dict[int, AnyStage]
 
 
 class Assembly:
-    """Makes the parts of a pipeline. `Pipeline.change` has it make programs, stages and gradient buckets again.
-
-    Its methods raise ValueError where what the user gave does not fit.
-    """
+    """Makes the parts of a pipeline. `Pipeline.change` has it make programs, stages and gradient buckets again. Its methods raise ValueError
+    where what the user gave does not fit."""
 
     def __init__(self, spec: ModelSpec, loss_fn: LossFn | None, seed: int, group: Group, lanes: Lanes) -> None:
-        self.spec = spec
-        self.loss_fn = loss_fn
-        self.group = group
-        self.lanes = lanes
-        self.meter = ActivationMeter()
+        self.spec, self.loss_fn, self.group, self.lanes, self.meter = spec, loss_fn, group, lanes, ActivationMeter()
         self.place = group.chain.rank  # among the ranks of its replica, as plan and schedule count them
         self.fetch: Fetch = partial(fetch, device=lanes.device, monitor=group.monitor)
         self.seed = seed
@@ -58,18 +52,12 @@ class Assembly:
         balance: str | Sequence[int],
         **numbers: Any,
     ) -> Plan:
-        """The plan that was given; or one of these `numbers`, with the balance whose simulated step is shortest where it is `auto`."""
+        """The plan that was given, or one made from `numbers`; with the balance `auto`, the one whose simulated step is shortest."""
         grid, work = self.group.grid, self.spec.size.flops_per_layer
-        made = plan_of(
-            plan,
-            self.spec.num_layers,
-            num_ranks=grid.stage,
-            balance=balance,
-            work=work,
-            num_replicas=grid.replica,
-            order=grid.order,
-            **numbers,
-        )
+        numbers |= {"num_ranks": grid.stage, "num_replicas": grid.replica, "order": grid.order, "balance": balance}
+        made = plan_of(plan, self.spec.num_layers, work=work, **numbers)
+        if plan is None and balance == "auto" and min(made.balance) < policy.least_layers:
+            made = plan_of(None, self.spec.num_layers, work=None, **numbers)
         self.group.names.tell_stages(made.stage_ranks)
         policy.check_layers(made.num_layers)
         if plan is not None or balance != "auto":
@@ -82,7 +70,7 @@ class Assembly:
         return best
 
     def build(self, plan: Plan, *, is_balanced: bool) -> None:
-        """The layers of this rank, and what stages share; `is_balanced`: by us, so that a stage without parameters is refused."""
+        """Build this rank's layers, and find what stages share. `is_balanced`: automatically, so a stage without parameters is refused."""
         spec = self.spec
         self.ties = check_sharing(spec, plan.stage_of)
         self.shared = SharedState(spec.modules, plan.stage_of)
@@ -93,15 +81,12 @@ class Assembly:
             self._layers[stage] = spec.build(numbers.start, numbers.stop, seed=self.seed, device=self.group.device)
             if is_balanced:
                 check_has_parameters(stage, self._layers[stage], numbers)
-        self.layers = {
-            number: layer for stage, own in self._layers.items() for number, layer in zip(plan.layers_of(stage), own)
-        }
+        self.layers = {n: one for stage, own in self._layers.items() for n, one in zip(plan.layers_of(stage), own)}
         make_one(spec.tied, self.layers)
 
     def check(self, plan: Plan) -> None:
         """Check that this rank's layers fit the loss and each other."""
         check_loss_is_local(self.loss_fn, self.known_layers, plan)
-        check_no_inference_tensors(self.layers)
         check_built(self.spec, self.layers, plan.stage_of)
         self.copies = Copies(self.ties, self.layers)
 
@@ -111,15 +96,8 @@ class Assembly:
         return {**self.spec.modules, **self.layers}
 
     def programs(self, schedule: GivenSchedule, policy: RecomputePolicy, plan: Plan) -> Programs:
-        return Programs(
-            schedule,
-            policy,
-            plan,
-            self.place,
-            runs_ahead=self.lanes.device.runs_ahead,
-            tied=self._tied,
-            work=self.spec.size.flops_per_layer,
-        )
+        runs_ahead, work = self.lanes.device.runs_ahead, self.spec.size.flops_per_layer
+        return Programs(schedule, policy, plan, self.place, runs_ahead=runs_ahead, tied=self._tied, work=work)
 
     def stages(self, programs: Programs, policy: RecomputePolicy, plan: Plan) -> Stages:
         """The stages of this rank."""
@@ -143,22 +121,20 @@ class Assembly:
         }
 
     def shared_gradients(self, stages: Stages, programs: Programs) -> SharedGradients:
-        """What the REDUCE_GRAD of this rank add up."""
-        of_parts: dict[tuple[int, int | None], list[nn.Parameter]] = {
-            (index, part): parameters
-            for index, stage in stages.items()
-            for part, parameters in enumerate(parameters_of_parts(stage))
-        }
+        """The gradients that this rank's REDUCE_GRAD ops sum."""
+        of_parts: dict[tuple[int, int | None], list[nn.Parameter]] = {}
+        for index, stage in stages.items():
+            of_parts |= {(index, part): own for part, own in enumerate(parameters_of_parts(stage))}
         copies = {op: self.copies.bucket(op) for op in programs.whole().reduces if op.peer is not None}
         return SharedGradients(copies, of_parts, now=self.named_parameters, runs_ahead=self.lanes.device.runs_ahead)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's, under the whole model's names: one that two stages share has there one name, the first."""
+        """This rank's parameters by their names in the whole model; one that two stages share has its name in the lower stage."""
         return ((self.copies.name(name), parameter) for name, parameter in named_parameters(self.layers))
 
     @property
     def fingerprint(self) -> str:
-        """What all ranks must have been given: ties, too, as a rank that knew of none would wait for nobody."""
+        """What all ranks must have been given. It has the ties: else a rank without them would skip the sum for which another waits."""
         tied = {"tied": self.spec.tied} if self.spec.tied else {}
         return json.dumps({**self.spec.fingerprint, **tied}, sort_keys=True)
 
@@ -169,15 +145,13 @@ def check_has_parameters(stage: int, layers: Sequence[nn.Module], numbers: range
         kinds = ", ".join(type(layer).__name__ for layer in layers)
         raise ValueError(
             f"pipeline.balance='auto' gives stage {stage} the layers {numbers.start} to {numbers.stop - 1} ({kinds}), which "
-            "have no parameters: give balance=[...], the number of layers of each stage"
+            "have no parameters: choose fewer stages, or give balance=[...], the number of layers of each stage"
         )
 
 
 def kept_layers(entries: Sequence[str], layers: Mapping[int, nn.Module], num_layers: int) -> set[int]:
-    """The layers of this rank that `recompute.keep_layers` names, by their index in the model.
-
-    Raises ValueError: a kind of layer that no layer has, where this rank has all of them; with the nearest that there is.
-    """
+    """The layers of this rank that `recompute.keep_layers` names, by their index in the model. Raises ValueError: no layer is of that class, if
+    this rank has all layers; with the nearest class that there is."""
     kinds = {type(layer).__name__ for layer in layers.values()}
     kept: set[int] = set()
     for text in entries:
@@ -190,7 +164,7 @@ def kept_layers(entries: Sequence[str], layers: Mapping[int, nn.Module], num_lay
 
 
 def _num_shared(spec: ModelSpec, plan: Plan) -> float:
-    """How much stages have in common; infinity: more than they may, or one has no parameters."""
+    """How many parameters and states stages share; infinity: they may not share that much, or a stage has no parameters."""
     try:
         for stage in range(plan.num_stages):
             known = [spec.modules[index] for index in plan.layers_of(stage) if index in spec.modules]

@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-import warnings
 from collections.abc import Hashable, Mapping, Sequence
+from operator import attrgetter
 
 from pipetrain.plan.balance import balance_by_step, balance_told, costs_by_work, cut_by_work
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.program import Places, Program
-from pipetrain.schedule.alive import idle_places
-from pipetrain.schedule.check import check, refuse_unknown_kinds
+from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.csv_file import pairs_in_csv
 from pipetrain.schedule.families import AUTO, Generator
 from pipetrain.schedule.launches import for_device
 from pipetrain.schedule.make import make, with_first_backward
@@ -23,7 +21,7 @@ from pipetrain.schedule.policy import EVERY, FIRST, OFF, RecomputePolicy
 from pipetrain.schedule.reduce import with_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
-from pipetrain.stage.modules import modules_below, parameters_in
+from pipetrain.stage.layer_state import modules_below, parameters_in
 from pipetrain.stage.segments import AnyStage
 
 GivenSchedule = str | os.PathLike[str] | Generator | Schedule
@@ -33,11 +31,11 @@ _Key = tuple[str, int, int]  # what runs, its microbatches, and the first stage 
 
 
 class Programs:
-    """A program for each kind of call: which stages need gradients, how many microbatches there are.
+    """A program for each kind of call: training or not, the number of microbatches, the first stage with a backward.
 
-    `runs_ahead`: the host launches ops ahead of the device, in one order with all ranks. `tied` are the pairs of stages that share
-    parameters; a given `Schedule` gets reduces for them. `work` has the relative time of each layer. If the schedule does not say
-    which layers make a part, each part of a stage gets about equal work; with None, about equal numbers of layers.
+    `runs_ahead`: the host launches ops ahead of the device, in an order that all ranks share. `tied` are the pairs of stages that share
+    parameters; a given `Schedule` gets a REDUCE_GRAD for each. `work` has the relative time of each layer. If the schedule does not say
+    which layers make a part, each part of a stage gets about equal work; with `work=None`, about equal numbers of layers.
 
     Raises ValueError: what was given makes no schedule of this plan; ScheduleError: a schedule that could hang, or does not do what its policy
     says.
@@ -66,11 +64,7 @@ class Programs:
         costs = costs_by_work(plan.balance, work, Costs.spread(plan.num_stages)) if spec.family == AUTO else None
         self._spec = dataclasses.replace(spec, costs=costs, tied=tied)
         self._cache: dict[_Key, Program] = {}
-        whole = self.whole().schedule
-        notes = (pairs_in_csv(whole.family), idle_places(whole))
-        for note in notes if rank == 0 else ():
-            if note:
-                warnings.warn(note, stacklevel=3)
+        self.whole()
 
     def describe(self) -> str:
         """For comparing ranks: the same text where the same ops stand in the same order."""
@@ -79,7 +73,7 @@ class Programs:
         return f"{schedule.family} {schedule.policy} {hashlib.sha256(repr(lanes).encode()).hexdigest()[:12]}"
 
     def whole(self) -> Program:
-        """The program of `step` with every stage's gradients, or with those that a given schedule has."""
+        """The program of `step` if every stage needs gradients; of a given schedule, with the backwards that it has."""
         return self.training(0 if self._given is None else self._given.first_backward)
 
     def training(self, first_backward: int) -> Program:
@@ -97,15 +91,12 @@ class Programs:
         """The program of `evaluate` and of a call: forwards only, of any number of microbatches."""
         key = ("inference", num_microbatches, self._spec.num_stages)
         if key not in self._cache:
-            forwards = dataclasses.replace(
-                self._spec, family="inference", num_microbatches=num_microbatches, warmup=None
-            )
-            self._cache[key] = self._program(make(forwards))
+            forwards = dataclasses.replace(self._spec, family="inference", warmup=None)
+            self._cache[key] = self._program(make(dataclasses.replace(forwards, num_microbatches=num_microbatches)))
         return self._cache[key]
 
     def _program(self, schedule: Schedule) -> Program:
         check(schedule)
-        refuse_unknown_kinds(schedule)
         if self._runs_ahead and not schedule.launch_order:
             schedule = for_device(schedule)
             check(schedule)
@@ -128,7 +119,7 @@ def with_shortest_step(
 
 
 def _spec_of(given: GivenSchedule, policy: RecomputePolicy, plan: Plan, work: Sequence[float] | None) -> ScheduleSpec:
-    """What schedules of the plan are made from, but for what its stages share."""
+    """The spec from which schedules of the plan are made, without `tied`."""
     cut = None if work is None else cut_by_work(work, plan.balance)
     return ScheduleSpec(
         family="gpipe" if isinstance(given, Schedule) else given,
@@ -143,20 +134,21 @@ def _spec_of(given: GivenSchedule, policy: RecomputePolicy, plan: Plan, work: Se
 
 
 def _check_fits(schedule: Schedule, plan: Plan) -> None:
-    if schedule.num_microbatches != plan.num_microbatches:
+    if (m := schedule.num_microbatches) != plan.num_microbatches:
         raise ValueError(
-            f"the schedule is for {schedule.num_microbatches} microbatches, the pipeline has num_microbatches={plan.num_microbatches}"
+            f"the schedule is for {m} microbatches, the pipeline has num_microbatches={plan.num_microbatches}"
         )
-    if schedule.stage_ranks != plan.stage_ranks:
+    if (ranks := list(schedule.stage_ranks)) != list(plan.stage_ranks):
         raise ValueError(
-            f"the schedule has its stages on ranks {list(schedule.stage_ranks)}, the pipeline on {list(plan.stage_ranks)}; "
-            f"give a plan with its placement too, as in plan=make_plan(..., placement={list(schedule.stage_ranks)})"
+            f"the schedule has its stages on ranks {ranks}, the pipeline on {list(plan.stage_ranks)}; give a plan with its placement too, "
+            f"as in plan=make_plan(..., placement={ranks})"
         )
 
 
 # Which microbatches are verified --------------------------------------------------------------------------------------
 
 _NOTHING: Places = frozenset()
+_IS_TRAINING, _REQUIRES_GRAD = attrgetter("training"), attrgetter("requires_grad")
 
 
 class Proving:
@@ -169,12 +161,12 @@ class Proving:
         self._recomputed: tuple[Program | None, list[tuple[int, list[int | None]]]] = (None, [])  # by stage
 
     def choose(self, signature: int, step: int, program: Program, idle: frozenset[int] = frozenset()) -> Places:
-        """What is proved in this step, of a call with this signature; the microbatches `idle` do not run."""
+        """The (stage, microbatch) pairs to verify in this step of a call with this signature (`Call`); the microbatches `idle` do not run."""
         if self._verify == OFF:
             return _NOTHING
         kind = (signature, *self._flags())
         if kind not in self._proved:
-            if first := _in_turn(program, 0, idle):  # nothing of a replica whose microbatches are all idle
+            if first := _in_turn(program, 0, idle):  # empty if all microbatches of this replica are idle
                 self._proved.add(kind)
             return first | (program.recomputed if self._verify == EVERY else _NOTHING)
         if self._verify == FIRST:
@@ -193,11 +185,11 @@ class Proving:
             stages = sorted({stage for stage, _ in program.recomputed})
             numbers = {s: sorted((m for stage, m in program.recomputed if stage == s), key=str) for s in stages}
             self._recomputed = program, list(numbers.items())
-        return frozenset((stage, numbers[step % len(numbers)]) for stage, numbers in self._recomputed[1])
+        return frozenset([(stage, numbers[step % len(numbers)]) for stage, numbers in self._recomputed[1]])
 
     def _flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
         modules = modules_below([layer for stage in self._stages.values() for layer in stage.layers])
-        return tuple([one.training for one in modules]), tuple([one.requires_grad for one in parameters_in(modules)])
+        return tuple(map(_IS_TRAINING, modules)), tuple(map(_REQUIRES_GRAD, parameters_in(modules)))
 
 
 def _in_turn(program: Program, turn: int, idle: frozenset[int]) -> Places:
@@ -207,6 +199,6 @@ def _in_turn(program: Program, turn: int, idle: frozenset[int]) -> Places:
         order: dict[int, list[int | None]] = {}
         for op in program.ops:
             if op.kind is kind and op.microbatch not in idle and op.microbatch not in order.get(op.stage, ()):
-                order.setdefault(op.stage, []).append(op.microbatch)  # once: R may come in parts
+                order.setdefault(op.stage, []).append(op.microbatch)  # each once, though its R may be several ops
         found |= order
     return frozenset((stage, microbatches[turn % len(microbatches)]) for stage, microbatches in found.items())

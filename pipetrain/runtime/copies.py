@@ -3,8 +3,8 @@
     stage 0, rank 0    .grad = what B0 .. B7 of the embedding gave     ----+        .grad = the sum
     stage 3, rank 3    .grad = what B0 .. B7 of the head gave          ----+-->     .grad = the sum, the same bits
 
-A sum of two is the same whichever comes first, so with one optimizer the copies stay equal. They are made equal at the start; replicas
-can be compared while training goes on.
+A sum of two has the same bits in either order. So the copies stay equal if both ranks have the same optimizer. They are made equal at the
+start; replicas can be compared while training goes on.
 """
 
 from __future__ import annotations
@@ -22,20 +22,18 @@ from pipetrain.comm.device import Fetch
 from pipetrain.comm.failure import PipelineError
 from pipetrain.models.sharing import Tie, groups_of, parameter_of, put_in_place
 from pipetrain.schedule.op import Op
+from pipetrain.stage.tensor_copies import fingerprint
 
 _PIECE_BYTES = 1 << 24
 _WHAT = "the weights of the replicas"
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an entry
 
 Layers = Mapping[int, nn.Module]  # by global index
 Tensors = Mapping[str, Tensor]  # by the name in the whole model, the same ones in the same order in each replica
 
 
 def carry(num_bytes: int, source: Tensor | None, *, wanted: bool, by: Callable[[bytes | None], bytes]) -> Tensor:
-    """The bytes of `source`, which one rank gives, as a uint8 tensor on the host where they are `wanted` (elsewhere empty). Collective.
-
-    They travel in pieces of 16 MiB: `by` takes a piece, or None, and gives the piece that came.
-    """
+    """Transfer the bytes of `source`, which one rank gives. Ranks with `wanted` get them as a uint8 host tensor, others an empty one. Collective.
+    They travel in pieces of 16 MiB: `by` takes a piece or None, and returns the piece that this rank received."""
     data = None if source is None else source.detach().cpu().contiguous().flatten().view(torch.uint8)
     came = torch.empty(num_bytes if wanted else 0, dtype=torch.uint8)
     for start in range(0, num_bytes, _PIECE_BYTES):
@@ -45,24 +43,22 @@ def carry(num_bytes: int, source: Tensor | None, *, wanted: bool, by: Callable[[
     return came
 
 
+@torch.no_grad()
 def _send_over(own: Tensor | None, num_bytes: int, root: int, what: str, chain: Chain) -> None:
-    """Each rank that has a tensor of its `own` gets the values of that of rank `root`. Collective over the chain."""
-    is_root = chain.rank == root
-    source, wanted = own if is_root else None, own is not None and not is_root
+    """Copy the values of rank `root`'s tensor into `own` of each other rank that has one. Collective over the chain."""
+    target = None if chain.rank == root else own
+    source, wanted = own if chain.rank == root else None, target is not None
     came = carry(num_bytes, source, wanted=wanted, by=lambda piece: chain.broadcast(piece or b"", root, what))
-    if own is not None and wanted:
-        with torch.no_grad():
-            own.copy_(came.view(own.dtype).view(own.shape))
+    if target is not None:
+        target.copy_(came.view(target.dtype).view(target.shape))
 
 
 # What stages share ----------------------------------------------------------------------------------------------------
 
 
 def make_one(tied: Iterable[tuple[str, str]], layers: Layers) -> None:
-    """Make one parameter of those of this rank that `tied` says are one: the first of them, however the layers were built.
-
-    Raises ValueError: they cannot be one; or a layer has no parameter of that name.
-    """
+    """Let names of this rank that `tied` says are one parameter share one: the first of them, however the layers were built. Raises ValueError:
+    they cannot be one; or a layer has no parameter of that name."""
     for names in groups_of(tied):
         first: nn.Parameter | None = None
         for name in names:
@@ -103,10 +99,8 @@ class Copies:
         return [self._own[tie.name if op.stage == tie.stages[0] else tie.copy] for tie in ties]
 
     def make_equal(self, chain: Chain) -> None:
-        """Before the first step: the weights of the lower stage in both copies. Collective.
-
-        Raises ValueError: two that can be no copies of each other, as they differ in shape, dtype or requires_grad; on every rank.
-        """
+        """Before the first step, copy the weights of the lower stage into the other copy. Collective. Raises ValueError, on every rank: the two
+        differ in shape, dtype or requires_grad, so they cannot be copies."""
         if not self._ties:
             return
         own = {
@@ -132,27 +126,20 @@ class Copies:
                 _send_over(mine, num_bytes, root, f"the weights of {tie.name}", chain)
 
     def other_names(self, state: Any) -> dict[str, str]:
-        """By names of this rank's parameters that `state` lacks: the other name of the same parameter, which it has.
-
-        Raises ValueError: it has both, with other values.
-        """
+        """Each name of a parameter of this rank that `state` lacks -> the parameter's other name, which `state` has. Raises ValueError: `state`
+        has both, with different values."""
         found: dict[str, str] = {}
         for tie in self._ties if isinstance(state, Mapping) else ():
             if tie.name not in self._own and tie.copy not in self._own:
                 continue
             there = [name for name in (tie.name, tie.copy) if name in state]
-            if len(there) == 2 and _differ(*(state[name] for name in there)):
+            values = [state[name] for name in there if isinstance(state[name], Tensor)]
+            if len(values) == 2 and (values[0].shape != values[1].shape or not torch.equal(*(v.cpu() for v in values))):
                 raise ValueError(
                     f"{tie.name} and {tie.copy} are one parameter and have other values in the state: give both the same, or one of them alone"
                 )
             found |= {name: there[0] for name in (tie.name, tie.copy) if there and name not in there}
         return found
-
-
-def _differ(one: Any, other: Any) -> bool:
-    if one is other or not (isinstance(one, Tensor) and isinstance(other, Tensor)):
-        return False
-    return one.shape != other.shape or not torch.equal(one.cpu(), other.cpu())
 
 
 # Replicas -------------------------------------------------------------------------------------------------------------
@@ -176,17 +163,14 @@ def make_replicas_equal(own: Tensors, replicas: Chain, fetch: Fetch) -> None:
 def check_replicas_equal(
     own: Tensors, chain: Chain, replicas: Chain, name_of: Callable[[int], str], fetch: Fetch
 ) -> None:
-    """Compare what the replicas hold: cheap, a sum over the bits of each tensor. `name_of` says what the rank in replica r is called. Collective
-    over all ranks.
-
-    Raises PipelineError: they differ; the same text on every rank, with the ranks that do. The pipeline itself can go on.
-    """
+    """Compare a sum over the bits of each tensor; `name_of` says what the rank in replica r is called. Collective over all ranks. Raises
+    PipelineError: they differ; the same text on every rank, with the ranks that do. The pipeline itself can go on."""
     if replicas.num_ranks == 1:
         return
     said = _difference(_digests(own, replicas, fetch), name_of)
     texts = [text.decode() for text in chain.concatenate(said.encode(), _WHAT)]
     if any(texts):
-        chain.wait_sent(_WHAT)  # this rank may end with the error, and the others are to know it
+        chain.wait_sent(_WHAT)  # this process may exit with the error before the others have it
         raise PipelineError(
             f"replicas do not hold the same weights: {'; '.join(filter(None, texts))}. Change weights on all replicas alike; to make them "
             "equal again load a state_dict or the last snapshot on all"
@@ -194,7 +178,7 @@ def check_replicas_equal(
 
 
 def _difference(parts: Sequence[list[list[Any]]], name_of: Callable[[int], str]) -> str:
-    """What differs between the ranks of one place, or nothing. Who is alone with what it holds is named; of two, both."""
+    """What differs between ranks with the same stages; empty: nothing. Names the ranks that differ from most; if no two agree, all."""
     held = [json.dumps(part) for part in parts]
     most, times = Counter(held).most_common(1)[0]
     odd = [replica for replica, own in enumerate(held) if own != most]
@@ -213,13 +197,8 @@ def _difference(parts: Sequence[list[list[Any]]], name_of: Callable[[int], str])
 
 def _digests(own: Tensors, replicas: Chain, fetch: Fetch) -> list[list[list[Any]]]:
     """Of each replica: name, shape, dtype and sum of bits of each tensor. Collective."""
-    sums = [_sum_of_bits(tensor) for tensor in own.values()]
+    none = torch.zeros((), dtype=torch.int64)  # of a tensor without plain bits, which is not compared
+    sums = [none.to(one.device) if (bits := fingerprint(one)) is None else bits for one in own.values()]
     values = fetch(torch.stack(sums), "a sum over the weights").tolist() if sums else []
     looks = [[name, list(tensor.shape), str(tensor.dtype), value] for (name, tensor), value in zip(own.items(), values)]
     return [json.loads(part) for part in replicas.concatenate(json.dumps(looks).encode(), _WHAT)]
-
-
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """Of its entries, as integers of their size; it wraps around."""
-    dense = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    return dense.contiguous().view(_INTEGERS[dense.element_size()]).sum(dtype=torch.int64)

@@ -34,7 +34,7 @@ def on_device(batch: Tree, bring: Callable[[Tensor], Tensor]) -> Tree:
 
 
 def whole_tensors(batch: Tree, name: str) -> dict[int, str]:
-    """The leaves of each microbatch that are the same tensor in all, by index, with what they are called and what that means."""
+    """The leaves that are one tensor in all microbatches (`Whole`): index in a microbatch -> text for an error, with the leaf's name."""
     found, index = dict[int, str](), 0
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         if not isinstance(leaf, Whole):
@@ -49,10 +49,8 @@ def whole_tensors(batch: Tree, name: str) -> dict[int, str]:
 
 
 def num_rows(batch: Tree, name: str) -> int | None:
-    """Rows of a batch: the size of dimension 0 of its tensors; None where it holds no tensor that is cut.
-
-    Raises ValueError: tensors that disagree, or one without a dimension 0.
-    """
+    """Rows of a batch: the size of dimension 0 of its tensors; None where it holds no tensor that is cut. Raises ValueError: tensors that
+    disagree, or one without a dimension 0."""
     rows: int | None = None
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         if not isinstance(leaf, Tensor):
@@ -64,18 +62,16 @@ def num_rows(batch: Tree, name: str) -> int | None:
             )
         if rows is not None and leaf.shape[0] != rows:
             raise ValueError(
-                f"{place} has {leaf.shape[0]} rows, the tensors before it {rows}: give all the same number, "
-                f"or wrap what is not per row in pipetrain.Whole(...)"
+                f"{place} has {leaf.shape[0]} rows, the tensors before it {rows}: give all the same number; wrap what is not per row in "
+                "pipetrain.Whole(...); pad rows that lie one behind the other, as those of EmbeddingBag with offsets"
             )
         rows = leaf.shape[0]
     return rows
 
 
 def cut(batch: Tree, num_microbatches: int, name: str = "inputs") -> list[Tree]:
-    """`num_microbatches` slices of `batch` by `torch.tensor_split`; plain values and `Whole` leaves go to each.
-
-    Raises ValueError: more microbatches than rows, or tensors that disagree on the number of rows.
-    """
+    """`num_microbatches` slices of `batch` by `torch.tensor_split`; plain values and `Whole` leaves go to each. Raises ValueError: more
+    microbatches than rows, or tensors that disagree on the number of rows."""
     rows = num_rows(batch, name)
     if rows is not None and rows < num_microbatches:
         raise ValueError(
@@ -86,7 +82,7 @@ def cut(batch: Tree, num_microbatches: int, name: str = "inputs") -> list[Tree]:
 
 
 def slices(batch: Tree, num_microbatches: int) -> list[Tree]:
-    """As `cut`, of a batch that was looked at."""
+    """As `cut`, of a batch that was checked."""
     leaves, spec = pytree.tree_flatten(batch)
     columns: list[Sequence[Any]] = [
         torch.tensor_split(leaf, num_microbatches)
@@ -99,10 +95,8 @@ def slices(batch: Tree, num_microbatches: int) -> list[Tree]:
 
 
 def own_rows(batch: Tree, replica: int, num_replicas: int, num_microbatches: int) -> Tree:
-    """The rows of one replica: its slices, where each gets `num_microbatches`; of fewer rows than make so many, its share of them.
-
-    Raises ValueError: fewer rows than replicas, or tensors that disagree on their number.
-    """
+    """The rows of one replica: its `num_microbatches` slices; with too few rows for these, its slice of a cut into `num_replicas`. Raises
+    ValueError: fewer rows than replicas, or tensors that disagree on their number."""
     rows = num_rows(batch, "the batch")
     if num_replicas == 1 or rows is None:
         return batch
@@ -124,10 +118,8 @@ def join(outputs: Sequence[Tree]) -> Tree:
 
 
 def weights_of(counts: Sequence[int | float]) -> list[float]:
-    """The weight of each microbatch in the loss: n_i / N, its part of the batch's count.
-
-    Raises ValueError: nothing counts in the whole batch, a negative count, or more than a float can hold.
-    """
+    """The weight of each microbatch in the loss: n_i / N, its part of the batch's count. Raises ValueError: nothing counts in the whole batch, a
+    negative count, or more than a float can hold."""
     total = sum(counts)
     if not 0 < total < math.inf or min(counts) < 0:
         raise ValueError(
@@ -145,7 +137,7 @@ def cut_targets(targets: Tree, rows: int, num_microbatches: int) -> list[Tree]:
 
 
 def rows_fault(found: int | None, rows: int) -> str | None:
-    """What is wrong with targets of `found` rows (None: no tensor of them is cut) beside inputs of `rows`; None: nothing."""
+    """Why targets of `found` rows (None: no target tensor is cut) do not fit inputs of `rows` rows; None: they fit."""
     if found is None or found == rows:
         return None
     return f"targets have {found} rows on the last rank, inputs {rows} on the first"
@@ -160,7 +152,7 @@ def row_counts(rows: int, num_microbatches: int) -> list[int]:
 # What counts ----------------------------------------------------------------------------------------------------------
 
 CountFn = Callable[[Any], Any]
-"""What of a microbatch's target counts in the loss: a number, 0 or more."""
+"""Returns how much of a microbatch's target counts in the loss: a number, 0 or more."""
 
 
 def counts_of(targets: Sequence[Any], count_fn: CountFn) -> list[int | float]:
@@ -196,8 +188,8 @@ class Counted:
 
 
 def count_targets(targets: Any, most_microbatches: int, count_fn: CountFn, *, all_of_them: bool) -> Counted:
-    """Cut the targets of a call and count each microbatch: `most_microbatches`, or fewer where there are fewer rows, unless
-    `all_of_them` are wanted."""
+    """Cut the targets of a call into `most_microbatches` and count each. With fewer rows, cut them into one microbatch per row; with
+    `all_of_them` that is a `problem`."""
     rows = None
     try:
         rows = num_rows(targets, "targets")

@@ -22,16 +22,15 @@ from pipetrain.stage.segments import AnyStage
 
 
 class Where(StrEnum):
-    """The kind of value of a layer that is the first not to be finite. The kinds stand in the order of a step."""
+    """Which value of a layer is the first that is not finite. The members are in the order in which a step computes them."""
 
     OUTPUT = "output"  # of its forward
     GRADIENT = "gradient"  # that its backward gives: of its input, or of its parameters
     SUM = "sum of gradients"  # of its parameters over the microbatches, each of which is finite
 
 
-_Seen = tuple[
-    Where, int, int
-]  # where, the microbatch (-1: of no single one), the layer in the whole model; the loss comes after the last
+# Where, the microbatch (-1: of no single one), the layer in the whole model; the loss comes after the last.
+_Seen = tuple[Where, int, int]
 
 
 def _order(seen: _Seen) -> tuple[int, int, int]:
@@ -56,11 +55,9 @@ class Finding:
     def text(self) -> str:
         """For a message: the value, the layer, the microbatch and the cause."""
         layer = "the loss" if self.layer_name == "loss_fn" else f"layer {self.layer} ({self.layer_name})"
-        value = "output" if self.where is Where.OUTPUT else "gradient"
-        microbatch = "" if self.microbatch is None else f" in microbatch {self.microbatch}"
-        return (
-            f"{layer} of stage {self.stage} on rank {self.rank} gives the first such {value}{microbatch}; {self.cause}"
-        )
+        what = "output" if self.where is Where.OUTPUT else "gradient"
+        what += "" if self.microbatch is None else f" in microbatch {self.microbatch}"
+        return f"{layer} of stage {self.stage} on rank {self.rank} gives the first such {what}; {self.cause}"
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ class Diagnosis:
             return Diagnosis(None, losses)
         (_, microbatch, signed), replica, where = min(found)
         layer = abs(signed)
-        # A gradient may have been seen on the rank before that of the layer which sent it.
+        # A rank may see a gradient that a layer of the next stage computed, so look for the layer on all ranks.
         name, stage, rank, bad_weights = next(
             record["layers"][str(layer)]
             for record in records
@@ -98,24 +95,17 @@ class Diagnosis:
             cause = "the inputs of the batch are not finite"
         else:
             cause = "what goes into it is finite, and so are its weights: the value overflows there"
-        number = microbatch if microbatch >= 0 else None
-        return Diagnosis(Finding(Where(where), number, layer, name, stage, rank, cause), losses)
+        finding = Finding(Where(where), None if microbatch < 0 else microbatch, layer, name, stage, rank, cause)
+        return Diagnosis(finding, losses)
 
 
 class FiniteWatch:
     """Checks each layer's output and gradients on one rank, in a step within `over`. Each check waits for the device: not for the hot path.
-
-    `replica` is the rank's; its microbatches count from `first_microbatch` among those of all.
-    """
+    `replica` is the rank's; `first_microbatch` is the number of its first microbatch among those of all replicas."""
 
     def __init__(self, rank: int, stages: Mapping[int, AnyStage], replica: int, first_microbatch: int) -> None:
-        self._rank = rank
-        self._replica = replica
-        self._first = first_microbatch
-        self._stages = stages
-        self._layers = {
-            number: layer for stage in stages.values() for number, layer in stage.layers_by_number().items()
-        }
+        self._rank, self._replica, self._first, self._stages = rank, replica, first_microbatch, stages
+        self._layers = dict(pair for stage in stages.values() for pair in enumerate(stage.layers, stage.first_layer))
         self._seen: list[_Seen] = []
         self._microbatch = 0  # whose B runs; those of one rank run one after the other
 
@@ -124,7 +114,7 @@ class FiniteWatch:
         """Around the step; restores buffers at its end."""
         buffers = [(one, one.detach().clone()) for layer in self._layers.values() for one in layer.buffers()]
         handles = [
-            parameter.register_hook(partial(self._on_parameter, number))  # type: ignore[no-untyped-call]
+            parameter.register_hook(partial(self._on_gradient, None, number))  # type: ignore[no-untyped-call]
             for number, layer in self._layers.items()
             for parameter in layer.parameters()
             if parameter.requires_grad
@@ -144,14 +134,11 @@ class FiniteWatch:
             if not _is_finite(tensor):
                 self._seen.append((Where.OUTPUT, microbatch, layer))
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._on_output_gradient, microbatch, layer))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(self._on_gradient, microbatch, layer + 1))  # type: ignore[no-untyped-call]
 
-    def _on_output_gradient(self, microbatch: int, layer: int, gradient: Tensor) -> None:
-        self._microbatch = microbatch
-        if not _is_finite(gradient):
-            self._seen.append((Where.GRADIENT, microbatch, layer + 1))  # which sent it
-
-    def _on_parameter(self, layer: int, gradient: Tensor) -> None:
+    def _on_gradient(self, microbatch: int | None, layer: int, gradient: Tensor) -> None:
+        """Of the input of `layer`, or (None) of one of its parameters."""
+        self._microbatch = self._microbatch if microbatch is None else microbatch
         if not _is_finite(gradient):
             self._seen.append((Where.GRADIENT, self._microbatch, layer))
 
@@ -164,7 +151,7 @@ class FiniteWatch:
         ]
         layers: dict[int, tuple[str, int, int, list[str]]] = {}
         for index, stage in self._stages.items():
-            for number, layer in stage.layers_by_number().items():
+            for number, layer in enumerate(stage.layers, stage.first_layer):
                 # Parameters only: a running mean that is not finite may be what the bad batch left behind, and not the cause.
                 bad_weights = [name for name, value in layer.named_parameters() if not _is_finite(value)]
                 layers[number] = type(layer).__name__, index, self._rank, bad_weights

@@ -5,8 +5,8 @@
          give     its output to the SEND, or to the stage of this rank that comes next                           [3]
 
 One thread runs (on a GPU: launches) all F, R and B of the rank and starts its transfers; the threads of the transport only
-say what has ended. It is work-conserving: when the next op of the compute lane waits for a message and the recompute lane
-has an op that may run, that one runs. On a device it launches in the order of the schedule.
+say what has ended. It is work-conserving: if the next compute op waits for a message and the next recompute op may run, the
+recompute op runs. On a GPU it launches ops in the launch order of the schedule.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ class Step:
     microbatches: Sequence[Any] = ()  # of stage 0
     targets: Sequence[Any] = ()  # of the last stage
     weights: Sequence[float] = ()  # what the loss of each microbatch is multiplied by
-    shares: Sequence[float] = ()  # what of the batch each is
+    shares: Sequence[float] = ()  # what part of the batch each is
     idle: frozenset[int] = frozenset()  # microbatches that count nothing: their ops do nothing
-    whole_inputs: Mapping[int, str] = field(default_factory=dict)  # leaves that are the same in all microbatches, and
-    whole_targets: Mapping[int, str] = field(default_factory=dict)  # why they may not be changed in place
+    whole_inputs: Mapping[int, str] = field(default_factory=dict)  # by leaf: why it may not be changed in place
+    whole_targets: Mapping[int, str] = field(default_factory=dict)  # likewise
     first_microbatch: int = 0  # of this replica, among those of all
     scale: float = 1.0
     past: Past | None = None  # in generation: what layers keep of the earlier tokens
     on_layer: Callable[[int, int, Any], None] | None = None  # given microbatch, layer and its output, in F
     on_op: Callable[[Op], None] | None = None  # called ahead of each op
-    explain: Callable[[Exception, int], Exception | None] | None = None  # given what a stage raised: what it means
+    explain: Callable[[Exception, int], Exception | None] | None = None  # of an error of a stage, a clearer one
     outputs: dict[int, Any] = field(default_factory=dict)
-    proved: Places = frozenset()  # whose R is compared with its F
-    witnessed: Places = frozenset()  # those whose R is, by checksums
+    proved: Places = frozenset()  # (stage, microbatch) whose R is compared with F
+    witnessed: Places = frozenset()  # likewise, by checksums
 
 
 class _Boundary(NamedTuple):
@@ -89,34 +89,31 @@ class Executor:
         board: FailureBoard,
         shared: SharedGradients | None = None,
     ) -> None:
-        self.rank = rank
         self.before_op: Callable[[Op, int], None] | None = None  # called ahead of each op of a training step
         self.on_call: OnCall | None = None
-        self._stages = stages
-        self._transport = transport
-        self._lanes = lanes
-        self._monitor = monitor
-        self._board = board
+        self.rank, self._stages, self._transport, self._lanes = rank, stages, transport, lanes
+        self._monitor, self._board = monitor, board
         self._shared = SharedGradients({}) if shared is None else shared
-        # By the SEND that takes it, or by the op that gave it where a stage of this rank does.
+        # Not yet used: by the SEND that will take it, or by the op that made it for a stage of this rank.
         self._given: dict[Op, _Boundary] = {}
 
     def change(self, stages: Mapping[int, AnyStage], shared: SharedGradients) -> None:
-        """What the next steps run on; between two steps nothing is held of the one before."""
+        """Set what the next steps run on; only between two steps, when nothing is held."""
         self._assert_nothing_is_held()
         self._stages, self._shared = stages, shared
 
     def run(self, program: Program, step: Step) -> None:
         """Run every op of the rank; returns when all ops have ended, sends included.
 
-        Only this thread starts transfers: one that waits for a message alone starts after the F, R or B that runs when the
+        Only this thread starts transfers. So one that waits only for a message starts after the F, R or B that runs when the
         message comes.
 
         Raises PipelineError: another rank failed. What an op of this rank raises, with a note that names the op.
         """
         turns, ended = Turns(program), self._transport.ended
         self._lanes.start_step()
-        self._shared.start_step(program.reduces)
+        if program.reduces:
+            self._shared.start_step(program.reduces)
         while True:
             while ended:
                 turns.end(program.number[self._transport.take_ended()])
@@ -124,11 +121,18 @@ class Executor:
                 break
             index = turns.take()
             if index is None:
-                self._monitor.wait(lambda: bool(ended), lambda: self._describe(*turns.awaited()))
+
+                def doing() -> str:
+                    op, awaited = turns.awaited()
+                    return self._transport.describe(awaited) or f"{self._monitor.name} waits in {op} for {awaited}"
+
+                with self._lanes.waiting():
+                    self._monitor.wait(lambda: bool(ended), doing)
             elif self._run(program, program.entries[index], step):
                 turns.end(index)
         self._lanes.end_step()
-        self._shared.end_step()
+        if program.reduces:
+            self._shared.end_step()
         self._assert_nothing_is_held()
 
     def prepare(self, past: Past) -> None:
@@ -160,10 +164,6 @@ class Executor:
                 raise meant from error
             raise
         return lane in COMPUTING
-
-    def _describe(self, op: Op, awaited: Op) -> str:
-        """What this rank waits in."""
-        return self._transport.describe(awaited) or f"{self._monitor.name} waits in {op} for {awaited}"
 
     # The table ----------------------------------------------------------------------------------------------------
 
@@ -243,12 +243,12 @@ class Executor:
     def _report(self, error: BaseException, program: Program, entry: ProgramEntry, step: Step) -> None:
         """Name the op of an error: on the board for the other ranks, in a note of the exception on this one."""
         place = f"{self._monitor.name} failed in {entry.op} ({entry.lane} lane, step {step.index})"
-        first_line = (str(error).strip().splitlines() or [""])[0]
+        first_line, *_ = str(error).strip().splitlines() or [""]
         self._board.post(f"{place}: {type(error).__name__}: {first_line}")
         error.add_note(f"{place}\n{grid(program.schedule, entry.op)}")
 
     def drop(self) -> None:
-        """Drop everything that is held, because a step has failed."""
+        """A step has failed: hold nothing any more."""
         for stage in self._stages.values():
             stage.drop()
         self._shared.drop()
@@ -284,7 +284,7 @@ def _stage_input(step: Step, microbatch: int, taken: _Boundary | None, *, is_las
     )
 
 
-# What an op of each kind that `runs` by its row does: a new kind is one entry here, one method above, and what its stage does.
+# A method for each kind of op that `runs` by its row in `schedule/kinds.py`. A new kind needs an entry here, a method above, one of the stage.
 _TABLE: Mapping[Kind, Callable[[Executor, ProgramEntry, Step], None]] = {
     Kind.F: Executor._forward,
     Kind.R: Executor._recompute,

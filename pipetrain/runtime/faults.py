@@ -29,7 +29,7 @@ class Deed(StrEnum):
     KILL = "kill"  # SIGKILL, as the out-of-memory killer sends
     STOP = "stop"  # SIGSTOP: the process is there and does nothing
     SLOW = "slow"  # sleeps for `seconds`, then goes on
-    DROP = "drop"  # the connection of the message, or all between stages of the rank where the op is none, is closed
+    DROP = "drop"  # closes the message's connection; at an op that is no message, all of the rank's connections between stages
 
 
 class InjectedFault(RuntimeError):
@@ -55,9 +55,8 @@ class Fault:
 
 def faults_of_environment() -> list[Fault]:
     """The faults that `PIPETRAIN_FAULTS` asks for; none where torchrun has started this rank again. Raises ValueError: it cannot be read."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        return []
-    return faults_in(os.environ.get(VARIABLE, ""))
+    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    return faults_in(os.environ.get(VARIABLE, "")) if is_first else []
 
 
 def faults_in(text: str) -> list[Fault]:
@@ -87,7 +86,7 @@ def _parse(text: str) -> Fault:
 
 
 def inject(pipeline: Pipeline, faults: Iterable[Fault]) -> None:
-    """Make `pipeline` fail so. Every rank may be given all faults: it takes those of its own."""
+    """Make `pipeline` fail as `faults` say. Every rank may be given all faults: it takes those of its own."""
     own = [fault for fault in faults if fault.rank == pipeline.rank]
 
     def before(op: Op, step: int) -> None:

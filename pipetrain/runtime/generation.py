@@ -1,18 +1,13 @@
 """Text, token by token, over the stages: the prompts first, then each new token, going on from what the layers have kept.
 
-    rank 0   F(0) F(1)          F(2) F(3)         turn k: all new tokens of group k mod 2 through this rank's stages
-    rank 1        F(0)→t0 F(1)→t1     F(2)→t2     the last stage's rank chooses; its token goes up the chain of ranks, and each knows it
-
-Samples are cut into groups, which follow each other: while one's token is on its way back, the stages work on the next. A rank
-begins a turn when it knows the group's previous tokens. Tokens of at most `_lag` turns, of other groups, may still be on their way.
+rank 0   F(0)          F(1)             turn k: the new tokens of all samples through this rank's stages
+rank 1        F(0)→t0       F(1)→t1     the last stage's rank chooses; its tokens go up the chain of ranks, and each knows them
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Integral
@@ -22,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.comm.chain import Chain
-from pipetrain.comm.device import Fetch
 from pipetrain.comm.forms import Form
 from pipetrain.comm.transport import Transport
 from pipetrain.plan.plan import Plan, whole_number
 from pipetrain.runtime.arguments import checked_seed, is_number
-from pipetrain.runtime.cut import row_counts
+from pipetrain.runtime.assembly import Assembly
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.program import Program
 from pipetrain.schedule.op import Op
@@ -35,7 +29,7 @@ from pipetrain.stage.past import Past, goes_on
 from pipetrain.stage.seeding import mix
 
 Choose = Callable[[Tensor], Tensor]
-OnToken = Callable[[int, int], None]
+OnToken = Callable[[int, int], bool | None]
 _GENERATOR_SEEDS = (1 << 63) - 1  # the bits of a seed that a generator takes
 
 
@@ -43,11 +37,8 @@ _GENERATOR_SEEDS = (1 << 63) - 1  # the bits of a seed that a generator takes
 class Sampling:
     """How the next tokens are chosen by their logits.
 
-    temperature: 0 takes the likeliest token each time; else the logits are divided by it, and a token is drawn by their softmax.
-    top_k: draws from the k likeliest tokens; None: from all.
-    top_p: draws from the likeliest tokens that have this share of the probability together, at least one (Holtzman et al., "The curious
-        case of neural text degeneration", 2020, section 3.1); None: from all. Where both are given, top_k is applied first.
-    seed: a draw depends on this, the number of the sample and the number of the token alone.
+    As `Pipeline.generate` says. top_p draws from one token at least (Holtzman et al., "The curious case of neural text degeneration",
+    2020, section 3.1), after top_k. A draw depends on the seed, the number of the sample and the number of the token alone.
 
     Raises ValueError: a number out of range.
     """
@@ -71,10 +62,10 @@ class Sampling:
                 "them out, or set a temperature"
             )
 
-    def draw(self, logits: Tensor, samples: range, token: int) -> Tensor:
-        """Token ids `[rows]`, int64, by logits `[rows, vocabulary]` on the host: row i is token number `token` of sample `samples[i]`."""
+    def draw(self, logits: Tensor, token: int) -> Tensor:
+        """Token ids `[samples]`, int64, by logits `[samples, vocabulary]` on the host: of each sample, token number `token`."""
         drawn = []
-        for chances, sample in zip(self.chances(logits), samples):
+        for sample, chances in enumerate(self.chances(logits)):
             generator = torch.Generator().manual_seed(mix(self.seed, sample, token) & _GENERATOR_SEEDS)
             drawn.append(torch.multinomial(chances, 1, generator=generator).squeeze(0))
         return torch.stack(drawn)
@@ -96,29 +87,26 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """Prompts, and how to continue them. `context`: the most tokens of a sample that layers see; a longer sample continues from the latter
-    half of them. None: no limit."""
+    """Prompts, and how to continue them. `context`: the most tokens of a sample that layers see; a longer sample continues from its last
+    `context // 2`. None: no limit."""
 
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
     sampling: Sampling
     ends: Sequence[int] = ()  # tokens after which a sample has ended
     context: int | None = None
-    num_groups: int = 1
 
     @staticmethod
-    def of(prompts: Any, max_new_tokens: Any, sampling: Sampling, eos: Any, context: Any, num_groups: Any) -> Request:
-        """Raises ValueError: an argument of `Pipeline.generate` from which no text can be made."""
-        rows, groups = _prompts_of(prompts), whole_number("num_groups", num_groups)
-        if groups > len(rows):
-            raise ValueError(f"num_groups={groups}: there are {len(rows)} prompts, and each group needs one")
+    def of(prompts: Any, max_new_tokens: Any, sampling: Sampling, eos: Any, context: Any) -> Request:
+        """The request of these arguments of `Pipeline.generate`. Raises ValueError: one of them is invalid."""
+        rows = _prompts_of(prompts)
         context = None if context is None else whole_number("context", context, least=2)
         ends = _ids([] if eos is None else eos if isinstance(eos, (Sequence, Tensor)) else [eos], "eos")
-        return Request(rows, whole_number("max_new_tokens", max_new_tokens), sampling, ends, context, groups)
+        return Request(rows, whole_number("max_new_tokens", max_new_tokens), sampling, ends, context)
 
 
 def agree(make: Callable[[], Request] | None, layers: Mapping[int, nn.Module], chain: Chain) -> Request:
-    """What the rank that holds the first stage was asked for (`make`, None elsewhere), on every rank. Collective.
+    """Send the request of the rank that holds the first stage (`make`, None elsewhere) to every rank. Collective.
 
     Raises ValueError: what is wrong with it, or the first layer of a rank that cannot make text; the same on every rank; PipelineError: another
     rank failed, or called something else.
@@ -137,7 +125,7 @@ def agree(make: Callable[[], Request] | None, layers: Mapping[int, nn.Module], c
     what = "what is generated"
     parts = [json.loads(part) for part in chain.concatenate(json.dumps(own).encode(), what)]
     if problem := next((part["problem"] for part in parts if part["problem"]), None):
-        chain.wait_sent(what)  # this rank may end with the error, and the others are to know it
+        chain.wait_sent(what)  # this process may exit with the error before the others have it
         raise ValueError(problem)
     found = next(part["request"] for part in parts if part["request"])
     return Request(**{**found, "sampling": Sampling(**found["sampling"])})
@@ -195,16 +183,15 @@ def _ids(row: Any, what: str) -> list[int]:
     return found
 
 
-class SampleGroup:
-    """Samples that go through the stages together: what they had so far, and what the layers of this rank have kept of it."""
+class Continuations:
+    """What the samples had so far, and what the layers of this rank have kept of it."""
 
-    def __init__(self, request: Request, samples: range, device: torch.device) -> None:
-        self.samples = samples
+    def __init__(self, request: Request, device: torch.device) -> None:
         self.num_new = 0
         self.past = Past([0], device)  # until the first turn
-        self.made: list[list[int]] = [[] for _ in samples]  # the new tokens of each, up to its end
-        self._rows = [list(request.prompts[sample]) for sample in samples]  # all tokens, also behind an end
-        self._open = [True] * len(samples)
+        self.made: list[list[int]] = [[] for _ in request.prompts]  # the new tokens of each, up to its end
+        self._rows = list(map(list, request.prompts))  # all tokens, also those after an end
+        self._open = [True] * len(request.prompts)
         self._request = request
         self._device = device
 
@@ -227,95 +214,66 @@ class SampleGroup:
         return torch.tensor([[0] * (length - len(row)) + row for row in rows], device=self._device)
 
     def take(self, tokens: Sequence[int], on_token: OnToken | None) -> None:
-        """Each sample's next token; of a sample that has ended it is nothing."""
+        """Record each sample's next token; that of a sample that has ended is no part of its text."""
         self.num_new += 1
         for row, token in enumerate(tokens):
             self._rows[row].append(token)
             if self._open[row]:
                 self.made[row].append(token)
                 self._open[row] = token not in self._request.ends and self.num_new < self._request.max_new_tokens
-                if on_token is not None:
-                    on_token(self.samples[row], token)
-
-
-_Turn = tuple[
-    SampleGroup, bytes
-]  # a pass of a group through the stages, and on the last stage's rank the tokens that were chosen
+                if on_token is not None and on_token(row, token):
+                    self._open[row] = False
 
 
 @dataclass
 class Generation:
-    """One call of `Pipeline.generate` on one rank; all ranks have agreed on `request`.
-
-    `program` is that of one microbatch's forward. `choose` stands in for the sampling, on the rank that holds the last stage.
-    """
+    """One call of `Pipeline.generate` on one rank; all ranks have agreed on `request`. `program` is that of one microbatch's forward. `choose`
+    stands in for the sampling, on the rank that holds the last stage."""
 
     request: Request
     plan: Plan
-    chain: Chain
     program: Program
     executor: Executor
     transport: Transport
-    fetch: Fetch
-    device: torch.device
+    parts: Assembly
     choose: Choose | None
     on_token: OnToken | None
 
     def __post_init__(self) -> None:
-        ends = list(itertools.accumulate(row_counts(len(self.request.prompts), self.request.num_groups)))
-        samples = [range(start, end) for start, end in zip([0, *ends], ends)]
-        self._groups = [SampleGroup(self.request, own, self.device) for own in samples]
-        # How many turns this rank may be ahead of the tokens that it knows: where each rank has one stage, in order, as many as there are
-        # ranks behind it, as its turns come so much earlier. Every rank learns all tokens in one order, and a token needs no turn that
-        # comes after it, so nobody waits in a ring. With any other placement a rank may have work before and after another's in one turn:
-        # there turns do not overlap.
-        in_order = self.plan.stage_ranks == tuple(range(self.plan.num_stages))
-        self._lag = self.plan.num_stages - 1 - self.chain.rank if in_order else 0
+        self._samples = Continuations(self.request, self.parts.group.device)
         self._forms: dict[tuple[int, ...], dict[Op, Form]] = {}  # by the shape of the tokens
 
     def run(self) -> list[Tensor]:
-        """The new tokens of each prompt, int64, on every rank. Collective.
+        """The new tokens of each prompt, int64, on every rank. Collective. Raises PipelineError: another rank failed. What a layer of this rank
+        raises."""
+        samples = self._samples
+        while not samples.is_over:
+            chosen, what = self._pass_through(), f"token {samples.num_new}"
+            chosen = self.parts.group.chain.broadcast(chosen, self.plan.stage_ranks[-1], what)
+            samples.take(torch.frombuffer(bytearray(chosen), dtype=torch.int64).tolist(), self.on_token)
+        return [torch.tensor(tokens) for tokens in samples.made]
 
-        Raises PipelineError: another rank failed. What a layer of this rank raises.
-        """
-        unknown: deque[_Turn] = deque()  # whose tokens this rank does not know yet
-        for group in itertools.cycle(self._groups):
-            while any(waiting is group for waiting, _ in unknown):
-                self._learn(*unknown.popleft())
-            if not group.is_over:
-                unknown.append(self._pass_through(group))
-                while len(unknown) > self._lag:
-                    self._learn(*unknown.popleft())
-            elif all(other.is_over for other in self._groups):
-                break
-        return [torch.tensor(tokens) for group in self._groups for tokens in group.made]
-
-    def _pass_through(self, group: SampleGroup) -> _Turn:
-        """The new tokens of a group through the stages of this rank."""
-        tokens = group.begin()
-        self.executor.prepare(group.past)
-        # Nothing draws: no seed.
-        step = Step(group.num_new, 0, with_graph=False, with_loss=False, microbatches=[tokens], past=group.past)
+    def _pass_through(self) -> bytes:
+        """The new tokens of a turn through the stages of this rank; on the last stage's rank returns those that are chosen."""
+        samples = self._samples
+        tokens = samples.begin()
+        self.executor.prepare(samples.past)
+        # No layer draws random numbers, so the seed does not matter.
+        step = Step(samples.num_new, 0, with_graph=False, with_loss=False, microbatches=[tokens], past=samples.past)
         described = tuple(tokens.shape) not in self._forms
         forms = self._forms.setdefault(tuple(tokens.shape), {})
         self.transport.start_step(forms, described=(described, described))
         self.executor.run(self.program, step)
-        group.past.end()
-        return group, self._chosen(group, step.outputs[0]) if step.outputs else b""
+        samples.past.end()
+        return self._chosen(step.outputs[0][:, -1]) if step.outputs else b""
 
-    def _chosen(self, group: SampleGroup, output: Tensor) -> bytes:
-        logits, sampling = output[:, -1], self.request.sampling
-        what = f"the logits of token {group.num_new}"
+    def _chosen(self, logits: Tensor) -> bytes:
+        number, sampling, fetch = self._samples.num_new, self.request.sampling, self.parts.fetch
+        what = f"the logits of token {number}"
         if self.choose is not None:
-            chosen = self.fetch(self.choose(logits.clone()), what)  # theirs, and not of inference mode
+            chosen = fetch(self.choose(logits.clone()), what)  # a tensor that `choose` may change
         elif sampling.temperature == 0.0:
-            chosen = self.fetch(logits.argmax(-1), what)  # where the logits are: a vocabulary is long
+            chosen = fetch(logits.argmax(-1), what)  # on the device: a copy of the logits is long
         else:
-            chosen = sampling.draw(self.fetch(logits.clone(), what), group.samples, group.num_new)
+            chosen = sampling.draw(fetch(logits.clone(), what), number)
         return chosen.to(torch.int64).numpy().tobytes()
-
-    def _learn(self, group: SampleGroup, chosen: bytes) -> None:
-        """The tokens that were chosen in a turn."""
-        what = f"token {group.num_new} of prompt {group.samples.start}"
-        chosen = self.chain.broadcast(chosen, self.plan.stage_ranks[-1], what)
-        group.take(torch.frombuffer(bytearray(chosen), dtype=torch.int64).tolist(), self.on_token)

@@ -3,7 +3,7 @@
     replica 0   .grad = what its microbatches gave    ----+        .grad = the sum
     replica 1   .grad = what its microbatches gave    ----+-->     .grad = the sum, the same bits
 
-Parts are those of the replicas of a stage, and those of a parameter that two stages share. Each replica back-propagates with its share
+The ranks are the replicas of a stage, or those of two stages that share a parameter. Each replica back-propagates with its share
 n_i / N of all that counts, so gradients are summed and not averaged. If `.grad` holds gradients of earlier steps, a step puts them aside,
 sums its own over the ranks, and then adds the earlier ones.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from pipetrain.comm.device import Fetch
 from pipetrain.runtime.arguments import is_number
 from pipetrain.schedule.op import Op
 
-# Smaller ones are copied into one piece of memory, in which they stay; of a larger one a copy would cost more than a message does.
+# Smaller gradients are copied into one piece of memory, in which they stay. The copy of a larger one would cost more than its own message.
 _ALONE_BYTES = 1 << 20
 
 Part = tuple[int, int | None]  # a stage and a part of it, as a REDUCE_GRAD names it
@@ -30,8 +30,8 @@ Part = tuple[int, int | None]  # a stage and a part of it, as a REDUCE_GRAD name
 class SharedGradients:
     """The gradients that the REDUCE_GRAD ops of one rank sum.
 
-    `copies` has, by op, the parameters that two stages share; both ranks list them in one order. `of_parts` has, by part of a
-    stage, the parameters whose gradients replicas sum. One in several parts is summed with the part that is ready last; one in `copies`, only there.
+    `copies` has, by op, the parameters that two stages share; both ranks list them in one order. `of_parts` has, by part of a stage, the
+    parameters whose gradients replicas sum. A parameter in several parts is summed with the part that is ready last; one in `copies`, only there.
     All replicas have the same parameters, and the same ones need a gradient. `now` returns the stages' present parameters, with names.
     `runs_ahead`: the device may read a gradient after the host needs it no more, so gradients are held until the end of the step.
     """
@@ -44,23 +44,18 @@ class SharedGradients:
         now: Callable[[], Iterable[tuple[str, nn.Parameter]]] = tuple,
         runs_ahead: bool = True,
     ) -> None:
-        self._copies = copies
-        self._of_parts = of_parts or {}
-        self._now = now
-        self._runs_ahead = runs_ahead
+        self._copies, self._of_parts, self._now, self._runs_ahead = copies, of_parts or {}, now, runs_ahead
         self._buckets: dict[tuple[Op, ...], dict[Op, list[nn.Parameter]]] = {}  # by all reduces of a step
         self._trained: dict[Op, list[nn.Parameter]] = {}  # in this step
         self._before: dict[nn.Parameter, Tensor | None] = {}
         self._read: list[Tensor] = []
-        # Without a gradient here, and in how many replicas there is one.
+        # Parameters without a gradient here, each with the number of replicas that have one.
         self._in_doubt: list[tuple[nn.Parameter, Tensor]] = []
-        self._sparse: dict[nn.Parameter, int] = {}  # those whose gradients are; how many of their dimensions
+        self._sparse: dict[nn.Parameter, int] = {}  # with sparse gradients -> their number of sparse dimensions
 
     def start_step(self, reduces: Sequence[Op]) -> None:
-        """From now on `.grad` has what this step gives, for all that `reduces` add up.
-
-        Raises ValueError: a stage has a parameter that it did not have when the pipeline was made.
-        """
+        """Put the gradients of earlier steps aside for all parameters of `reduces`, so that `.grad` has those of this step only. Raises
+        ValueError: a stage has a parameter that it did not have when the pipeline was made."""
         if not reduces:
             self._trained = {}
             return
@@ -97,7 +92,7 @@ class SharedGradients:
         """The gradients of `op` that this rank has accumulated in this step: dense tensors, which will hold the sums."""
         bucket = self._trained[op]
         if op.peer is not None:
-            # Where neither end has one, as where the layers of both are passed by, it comes out as zeros.
+            # If neither stage has a gradient (neither used its layer), the sum is zeros.
             return [self._alone(parameter) for parameter in bucket]
         sizes = {parameter: parameter.numel() * _grad_dtype(parameter).itemsize for parameter in bucket}
         small = [parameter for parameter in bucket if sizes[parameter] < _ALONE_BYTES]
@@ -111,8 +106,8 @@ class SharedGradients:
     def _together(
         self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, marked: Sequence[nn.Parameter]
     ) -> Tensor:
-        """All their gradients in one piece of memory, and behind these a 1 for each of `marked` that has one here, else a 0: the sum is in
-        how many replicas there is one."""
+        """All their gradients in one tensor, then for each of `marked` a 1 if it has a gradient here, else a 0. Summed over replicas, this is
+        the number of replicas in which it has one."""
         size = sum(parameter.numel() for parameter in parameters)
         piece = torch.empty(size + len(marked), dtype=dtype, device=(*parameters, *marked, torch.empty(0))[0].device)
         marks = piece[size:].fill_(1)
@@ -121,8 +116,13 @@ class SharedGradients:
                 mark.zero_()
                 if self._before[parameter] is None:
                     self._in_doubt.append((parameter, mark))
-        there, given = list[Tensor](), list[Tensor]()
-        for parameter, room in zip(parameters, _rooms(piece, parameters)):
+        there, given, start = list[Tensor](), list[Tensor](), 0
+        for parameter in parameters:
+            strides = parameter.stride()
+            if not parameter.is_contiguous():  # those of the parameter, without gaps
+                strides = torch.empty_like(parameter, device="meta").stride()
+            room = piece.as_strided(parameter.shape, strides, start)
+            start += parameter.numel()
             if parameter.grad is None:
                 room.zero_()
             else:
@@ -164,7 +164,7 @@ class SharedGradients:
                 parameter.grad = before.add_(own) if before.layout is torch.strided else own.add_(before)
 
     def end_step(self) -> None:
-        """All streams have come together."""
+        """End the step; all streams were joined, so gradients need no longer be held."""
         assert not self._before, "gradients that several ranks have a part of were not added up"
         self._read.clear()
 
@@ -197,17 +197,6 @@ def _grad_dtype(parameter: nn.Parameter) -> torch.dtype:
     return dtype
 
 
-def _rooms(piece: Tensor, parameters: Sequence[nn.Parameter]) -> Iterator[Tensor]:
-    """A part of `piece` for each, laid out as the parameter is where that is dense."""
-    start = 0
-    for parameter in parameters:
-        strides = parameter.stride()
-        if not parameter.is_contiguous():
-            strides = torch.empty_like(parameter, device="meta").stride()
-        yield piece.as_strided(parameter.shape, strides, start)
-        start += parameter.numel()
-
-
 # The clip -------------------------------------------------------------------------------------------------------------
 
 
@@ -223,8 +212,8 @@ def clip_grad_norm(
 
     `parameters_of` are this rank's parameters per stage; `exchange` gives what each rank gave, to every rank. The norms of
     single tensors are put in the whole model's order and summed as torch.nn.utils.clip_grad_norm_ does, so that the result
-    equals that of the model in one piece bit for bit. `uncounted` are the ids of parameters that are scaled and count in the norm on another
-    rank. `fetch` brings the norms of all tensors to the host at once: on a GPU the one wait for the gradients.
+    equals that of the model in one piece bit for bit. `uncounted` are the ids of parameters that are scaled here and count in the norm on
+    another rank. `fetch` brings the norms of all tensors to the host at once: on a GPU the one wait for the gradients.
 
     Raises ValueError: a `max_norm` that is no norm, on whichever rank; the same on every rank.
     """
@@ -238,12 +227,11 @@ def clip_grad_norm(
     if mistakes := [part["mistake"] for part in parts if part["mistake"]]:
         raise ValueError(mistakes[0])
     of_stage = {int(stage): norms for part in parts for stage, norms in part["norms"].items()}
-    norms = [
-        torch.tensor(norm, dtype=getattr(torch, kind)) for stage in sorted(of_stage) for norm, kind in of_stage[stage]
-    ]
+    in_order = (pair for stage in sorted(of_stage) for pair in of_stage[stage])
+    norms = [torch.tensor(norm, dtype=getattr(torch, dtype)) for norm, dtype in in_order]
     total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
     if math.isfinite(max_norm):  # infinite: the norm is wanted, and nothing is scaled
-        # Filled in: a copy from the host would wait for the device.
+        # `full` fills it on the device; a copy from the host would wait for the device.
         (value,) = total.reshape(1).tolist()
         there = torch.full((), value, dtype=total.dtype, device=device)
         _scale([parameter for group in own.values() for parameter in group], max_norm, there)
@@ -254,20 +242,15 @@ def _norms(
     parameters_of: Mapping[int, Iterable[nn.Parameter]], fetch: Callable[[Tensor], Tensor]
 ) -> dict[int, list[tuple[float, str]]]:
     """Per stage the norm and dtype of each gradient there is. float64 holds any of the dtypes exactly."""
-    norms = {
-        stage: [_norm(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        for stage, parameters in parameters_of.items()
-    }
+    norms = {stage: [_norm(p.grad) for p in group if p.grad is not None] for stage, group in parameters_of.items()}
     of_all = [norm.double() for group in norms.values() for norm in group]
     values = iter(fetch(torch.stack(of_all)).tolist() if of_all else [])
-    return {
-        stage: [(next(values), str(norm.dtype).removeprefix("torch.")) for norm in group]
-        for stage, group in norms.items()
-    }
+    dtypes = {stage: [str(norm.dtype).removeprefix("torch.") for norm in group] for stage, group in norms.items()}
+    return {stage: [(next(values), dtype) for dtype in group] for stage, group in dtypes.items()}
 
 
 def _norm(gradient: Tensor) -> Tensor:
-    """The 2-norm of a gradient: of a sparse one, of the sums of entries that meet; of a DTensor, over all of its ranks."""
+    """The 2-norm of a gradient. In a sparse one, entries with the same index are summed first; of a DTensor, all ranks count."""
     if gradient.layout is not torch.strided:
         gradient = (gradient.coalesce() if gradient.layout is torch.sparse_coo else gradient).values()
     norm: Tensor = torch.linalg.vector_norm(gradient)
@@ -276,7 +259,7 @@ def _norm(gradient: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _scale(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor) -> None:
-    """As torch.nn.utils.clip_grads_with_norm_ does, which knows dense gradients alone."""
+    """As torch.nn.utils.clip_grads_with_norm_ does, which takes only dense gradients."""
     plain, factor = [], torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for parameter in parameters:
         gradient = parameter.grad

@@ -1,4 +1,4 @@
-"""The loss of a step: added up over microbatches and replicas; and in the first step, whether `loss_fn` is the mean or sum it is taken for.
+"""The loss of a step, summed over microbatches and replicas; the first step checks that `loss_fn` is a mean or a sum, as `loss_reduction` says.
 
 A step back-propagates the sum of `loss_fn(out_i, target_i) * share_i`. It equals the loss of the batch if `loss_fn` is a mean over rows, or
 over what `count_fn` counts. A `loss_fn` that is a sum gives a fraction of that loss; `loss_reduction="sum"` therefore sets the factors
@@ -33,7 +33,7 @@ from pipetrain.runtime.executor import Step
 from pipetrain.stage.added_losses import WithLosses
 from pipetrain.stage.stage import LossFn
 
-# Outputs that are kept at once, in all; of larger ones the first alone.
+# The most bytes of outputs that are kept for the check; the first output is kept whatever its size.
 _MOST_BYTES = 1 << 28
 _LOG = logging.getLogger(__name__)
 
@@ -57,9 +57,7 @@ class LossNotFinite(PipelineError):
 
 def loss_of_all(step: Step, root: int, group: Group, fetch: Fetch) -> Tensor:
     """The sum of the microbatches' losses of all replicas, in order, 0-dim on the host of every rank; `root` holds the last stage. Collective.
-
-    Raises LossNotFinite: the loss of a microbatch is not finite.
-    """
+    Raises LossNotFinite: the loss of a microbatch is not finite."""
     what, said = f"the loss of step {step.index}", b""
     if group.chain.rank == root:
         said = _sum(group.replicas.concatenate(_own_losses(step, fetch), what))
@@ -111,10 +109,10 @@ class _Part(NamedTuple):
 
 @dataclass
 class LossCheck:
-    """Compares on the last stage's rank. `reduction` is what the user says that `loss_fn` is: `mean` or `sum`.
+    """On the last stage's rank, compares `loss_fn` of all rows with its values on microbatches. `reduction`: what the user says it is, mean or sum.
 
-    A loss that cannot be evaluated so, or gives another value for the same output (random numbers, a state), is left alone. It is called on a
-    copy: a state of its own stays as it is.
+    A loss that cannot be evaluated on all rows, or that gives two values for one output (random numbers, a state), is not checked. A copy of
+    `loss_fn` is called, so its state stays as it is.
     """
 
     loss_fn: LossFn
@@ -122,21 +120,19 @@ class LossCheck:
     reduction: str
     last_layer: int
     fetch: Fetch
-    warns: bool  # of several replicas one
+    warns: bool  # only one replica does
     is_done: bool = False
 
     @contextmanager
     def over(self, step: Step) -> Iterator[None]:
-        """Around a step with a graph. The generators are the caller's to restore.
-
-        Raises ValueError: the loss is a sum, and not the mean it is said to be, or the other way round.
-        """
+        """Around a step with a graph. The generators are the caller's to restore. Raises ValueError: the loss is a sum, and not the mean it is
+        said to be, or the other way round."""
         counted = [index for index, share in enumerate(step.shares) if share]
         if step.on_layer is not None or not counted or step.shares[counted[0]] == 1:
             yield
             return
         kept, specs, room = dict[int, list[Callable[[], Any]]](), set[pytree.TreeSpec](), _MOST_BYTES
-        added: dict[int, Tensor] = {}  # by the layers, to what loss_fn gave
+        added: dict[int, Tensor] = {}  # microbatch -> what layers added to the loss of loss_fn
 
         def keep(microbatch: int, layer: int, output: Any) -> None:
             nonlocal room
@@ -189,9 +185,8 @@ class LossCheck:
         again = loss_of(_cloned(first.output), _cloned(first.target))
         rounding = _rounding(first.loss, [leaf for part in parts for leaf in part.output if isinstance(leaf, Tensor)])
         if len(parts) > 1:
-            together = loss_of(
-                _joined([part.output for part in parts]), _joined([part.target for part in parts], whole)
-            )
+            target = _joined([part.target for part in parts], whole)
+            together = loss_of(_joined([part.output for part in parts]), target)
         else:
             together, outputs = first.loss, _cut_in_two(_cloned(first.output))
             targets = _cut_in_two(_cloned(first.target), whole)
@@ -207,7 +202,7 @@ class LossCheck:
         found = [first.loss, again, together, *(part.loss for part in parts)]
         stacked = torch.stack([loss.detach().to(first.loss.device).double() for loss in found])
         once, twice, of_all, *losses = self.fetch(stacked, "the loss of the first step as a whole").tolist()
-        if math.isfinite(once) and not _are_close(once, twice, abs(once), rounding):
+        if math.isfinite(once) and abs(once - twice) > rounding * abs(once):
             raise _NotComparable("another loss for the same output")
         share = sum(part.share for part in parts)
         mean = sum(part.share / share * loss for part, loss in zip(parts, losses))
@@ -215,8 +210,8 @@ class LossCheck:
 
     def _judge(self, num_microbatches: int, together: float, mean: float, added: float, rounding: float) -> None:
         scale = max(abs(together), abs(mean))
-        is_mean = _are_close(together, mean, scale, rounding)
-        is_sum = _are_close(together, added, max(scale, abs(added)), rounding)
+        is_mean = abs(together - mean) <= rounding * scale
+        is_sum = abs(together - added) <= rounding * max(scale, abs(added))
         if is_mean if self.reduction == MEAN else is_sum:
             return
         if is_sum:
@@ -243,12 +238,11 @@ class LossCheck:
 
 
 def _put_away(leaf: Any) -> Callable[[], Any]:
-    """What gives the leaf back. It holds no tensor of any size: `stage/probe.py` would take one for a layer's."""
+    """A function that makes the leaf again. It holds the storage, and no tensor."""
     if not isinstance(leaf, Tensor):
         return lambda: leaf
-    flat = leaf.detach()
     return partial(
-        flat.new_empty(0).set_, flat.untyped_storage(), flat.storage_offset(), tuple(flat.shape), flat.stride()
+        leaf.detach().new_empty(0).set_, leaf.untyped_storage(), leaf.storage_offset(), tuple(leaf.shape), leaf.stride()
     )
 
 
@@ -266,11 +260,8 @@ def _joined(parts: Sequence[list[Any]], whole: Set[int] = frozenset()) -> list[A
 
 
 def _cut_in_two(leaves: list[Any], whole: Set[int] = frozenset()) -> list[list[Any]]:
-    columns = [
-        torch.tensor_split(leaf, 2) if isinstance(leaf, Tensor) and index not in whole else (leaf, leaf)
-        for index, leaf in enumerate(leaves)
-    ]
-    return [list(half) for half in zip(*columns)]
+    pairs = [(leaf, isinstance(leaf, Tensor) and index not in whole) for index, leaf in enumerate(leaves)]
+    return [*map(list, zip(*(torch.tensor_split(leaf, 2) if is_cut else (leaf, leaf) for leaf, is_cut in pairs)))]
 
 
 def _cloned(leaves: list[Any]) -> list[Any]:
@@ -279,7 +270,7 @@ def _cloned(leaves: list[Any]) -> list[Any]:
 
 
 def _copy_of(loss_fn: Any) -> Any:
-    """A loss, or what it holds, with a state of its own: also in what a function closes over. Weights are not copied."""
+    """A copy of a loss, or of a value in it, with its own state, also in the closure of a function. Weights are not copied."""
     if isinstance(loss_fn, partial):
         named = {name: _copy_of(one) for name, one in loss_fn.keywords.items()}
         return partial(_copy_of(loss_fn.func), *map(_copy_of, loss_fn.args), **named)
@@ -300,7 +291,7 @@ def _copy_of(loss_fn: Any) -> Any:
 
 
 def _rounding(loss: Tensor, outputs: Sequence[Tensor]) -> float:
-    """How far apart two sums of so many terms may be that differ in their order, as a part of them: the root of their number in roundings.
+    """The relative difference allowed between two sums of the same terms in another order: in roundings, the root of the number of terms.
 
     16-bit losses are summed in float32 and rounded once. Source: Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis
     (2019).
@@ -309,7 +300,3 @@ def _rounding(loss: Tensor, outputs: Sequence[Tensor]) -> float:
     summed = torch.finfo(torch.float64 if is_double else torch.float32).eps
     terms = sum(output.numel() for output in outputs)
     return 4 * (torch.finfo(loss.dtype).eps + summed * math.sqrt(terms))
-
-
-def _are_close(one: float, other: float, scale: float, rounding: float) -> bool:
-    return abs(one - other) <= rounding * scale

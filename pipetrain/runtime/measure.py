@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from torch import nn
 
@@ -24,54 +25,34 @@ _OURS = tuple(str(Path(__file__).parents[1] / room) for room in ("stage", "runti
 
 
 def measure_rank(
-    rank: int,
-    step: int,
-    recording: Recording,
-    clock: Clock,
-    stages: Mapping[int, AnyStage],
-    peak_bytes: int,
-    memory: DeviceMemory,
-    communicator_bytes: int | None,
-    peak_stage_bytes: int,
-    *,
-    replica: int = 0,
-    place: int | None = None,
+    recording: Recording, clock: Clock, stages: Mapping[int, AnyStage], memory: DeviceMemory, **known: Any
 ) -> RankReport:
-    """The report of a step; `rank` is that of the run, `place` (if it is another) that in the replica. On a GPU this waits for the step to
-    end there."""
+    """The report of a step, with the fields `known` of `RankReport`. On a GPU this waits for the step to end there."""
     shift = clock.offset_seconds
     on_clock_0 = tuple(replace(event, start=event.start + shift, end=event.end + shift) for event in recording.events())
     return RankReport(
-        rank,
-        step,
-        on_clock_0,
-        peak_bytes,
-        activation_bytes_of_never(on_clock_0, stages),
-        memory.peak_bytes,
-        clock.error_seconds + recording.error_seconds(),
-        memory.peak_reserved_bytes,
-        communicator_bytes,
-        peak_stage_bytes,
+        **known,
+        events=on_clock_0,
+        peak_activation_bytes_never=activation_bytes_of_never(on_clock_0, stages),
+        peak_memory_bytes=memory.peak_bytes,
+        clock_error_seconds=clock.error_seconds + recording.error_seconds(),
+        peak_reserved_bytes=memory.peak_reserved_bytes,
         set_bytes=_most(stage.set_bytes for stage in stages.values()),
         input_bytes=_most(stage.stash_bytes for stage in stages.values()),
         kept_bytes=_most(stage.kept_bytes for stage in stages.values()),
         limit_bytes=memory.limit_bytes,
-        replica=replica,
-        place=place,
         stages=tuple(sorted(stages)),
     )
 
 
 def _most(sizes: Iterable[Mapping[int, int]]) -> int:
-    """The largest of all microbatches of all stages."""
+    """The largest size over all microbatches of all stages."""
     return max((size for of_stage in sizes for size in of_stage.values()), default=0)
 
 
 def activation_bytes_of_never(events: Iterable[OpEvent], stages: Mapping[int, AnyStage]) -> int:
-    """What the rank would hold at its peak if every set stayed from F to B, in the order in which F and B ran.
-
-    From the bytes of each set as R or F brought it, and of each stashed input.
-    """
+    """What the rank would hold at its peak if every set stayed from F to B, in the order in which F and B ran. Computed from the bytes of each
+    set, as R or F filled it, and of each stashed input."""
     alive = peak = 0
     for event in sorted(events, key=lambda event: event.start):
         op = event.op
@@ -88,15 +69,12 @@ def activation_bytes_of_never(events: Iterable[OpEvent], stages: Mapping[int, An
 
 @contextmanager
 def waits_told(stages: Mapping[int, AnyStage], device: Device) -> Iterator[None]:
-    """Within it, each wait of the host for the device is noted; at its end there is a warning for each layer that caused one.
-
-    The stack of the waiting code shows the layer. Waits of pipetrain itself, which compares F and R of the first microbatch,
-    do not count.
-    """
+    """Within it, each wait of the host for the device is noted; at its end there is a warning for each layer that caused one. The stack of the
+    waiting code shows the layer. Waits of pipetrain itself, which compares F and R of the first microbatch, do not count."""
     layers = {
         id(layer): f"layer {number} ({type(layer).__name__}) of stage {index}"
         for index, stage in stages.items()
-        for number, layer in stage.layers_by_number().items()
+        for number, layer in enumerate(stage.layers, stage.first_layer)
     }
     found: dict[str, str] = {}  # layer -> the first place where it waits
 
@@ -116,7 +94,7 @@ def waits_told(stages: Mapping[int, AnyStage], device: Device) -> Iterator[None]
 
 
 def _layer_on(frame: FrameType | None, layers: Mapping[int, str]) -> str | None:
-    """The layer whose forward this is called in."""
+    """The innermost layer whose forward is on the stack of `frame`."""
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and id(module) in layers:

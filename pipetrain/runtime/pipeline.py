@@ -55,21 +55,22 @@ class Pipeline(StageWeights):
 
     Args:
         model: an `nn.Sequential`, a list of layers, a list of callables that return a layer each (only this rank's are
-            called, each after seeding with (seed, layer index)), a `ModelSpec`, or a causal language model of transformers, whose very
-            parameters are trained. Layer i gets what layer i - 1 returned, as one argument.
-        loss_fn: `loss_fn(output, target)` of one microbatch, a 0-dim tensor; default: that of a `ModelSpec`, with its `count_fn`. What layers have
-            to add to it they give to `add_loss`.
+            called, each after seeding with (seed, layer index)), a `ModelSpec`, or a causal language model of transformers, whose
+            own parameters are trained, not copies. Layer i gets what layer i - 1 returned, as one argument.
+        loss_fn: `loss_fn(output, target)` of one microbatch, a 0-dim tensor; default: that of a `ModelSpec`, with its `count_fn`. Layers
+            add to the loss by `add_loss`.
         num_microbatches: slices of a batch.
         schedule: the name of a family, a CSV file, a generator (a function from `Shape` to the ops of each rank), or a
             `Schedule`.
         recompute: a mode or a `RecomputePolicy`.
         balance: the number of layers of each stage, or `"auto"`: the numbers with the shortest simulated step, R included. A layer's
-            simulated time is proportional to its FLOPs in a `ModelSpec`; without FLOPs, all layers take the same time.
+            simulated time is proportional to its FLOPs in a `ModelSpec`, or to its weights that are multiplied; where these are not known
+            (callables, convolutions), all layers take the same time.
         num_stages: default: ranks of one replica x stages_per_rank.
         num_replicas: whole pipelines, each of which gets its own rows of a batch (`own_rows`); gradients are summed over them.
         plan: of `make_plan`: which rank holds which layers. It takes the place of `balance`, `num_stages`, `stages_per_rank`
             and `num_microbatches`, and can say more: `placement`, `warmup`.
-        mesh: a DeviceMesh of torch.distributed with the dimensions `replica` and `stage`, and perhaps `tensor` of one rank. It takes the place of
+        mesh: a DeviceMesh of torch.distributed with the dimensions `replica` and `stage`, and optionally `tensor` of size 1. It takes the place of
             `num_replicas` and `group`, and says which ranks make a replica; default: neighbouring ones.
         group: a process group of torch.distributed; default: all its ranks. If torch.distributed is not initialised, the pipeline
             initialises it from torchrun's variables. Without these variables the pipeline has one rank.
@@ -78,7 +79,7 @@ class Pipeline(StageWeights):
         count_fn: `count_fn(target)` is how much of a microbatch's target counts in the loss; default: its rows. A microbatch that counts 0 is not run.
         loss_reduction: `loss_fn` is a `"mean"` over rows or a `"sum"`, whose losses and gradients are added up as they are. The first training step checks it.
         timeout_seconds: longest wait for another rank.
-        on_event: is given every `OpEvent`, after its step; on a GPU when the device has come that far.
+        on_event: is given every `OpEvent`, after its step; on a GPU, once the device has run the step.
         on_call: `on_call(op, layers)` runs where the schedule has a CALL, without a graph; `layers` are those of the op's stage.
 
     Every rank calls the same methods in the same order. A rank that does not hold the first stage may pass None as inputs, one
@@ -89,7 +90,7 @@ class Pipeline(StageWeights):
         PipelineError: another rank did not come.
     """
 
-    beside: list[Beside]  # what works beside the steps: it is polled before each step, and waited for in `close`
+    beside: list[Beside]  # background work, such as a save: polled before each step, waited for in `close`
     _last_report: Callable[[], RankReport] | None = None
 
     def __init__(
@@ -116,7 +117,7 @@ class Pipeline(StageWeights):
         on_call: OnCall | None = None,
     ) -> None:
         spec = spec_of(model).for_loss(loss_fn)
-        checks_loss = loss_fn is not None or spec.count_fn is None  # a bundle's count_fn tells of its loss
+        checks_loss = loss_fn is not None or spec.count_fn is None  # the count_fn of a ModelSpec fits its loss
         if loss_fn is None:
             loss_fn, count_fn = spec.loss_fn, count_fn or spec.count_fn
         self.step_index, self._training, self._closed, self.beside = 0, True, False, []
@@ -162,12 +163,10 @@ class Pipeline(StageWeights):
     ) -> None:
         """From the next call on, cut a batch into other microbatches, run them by another schedule, or recompute otherwise. Collective.
 
-        What is None stays as it is: and in any case the layers, on their ranks, with their parameters, buffers and gradients, the connections,
-        and `step_index`. What is proved of the first microbatch of a kind of step is proved again.
+        Arguments that are None keep their values; everything else stays. R is compared with F again in the first microbatch of each kind of step.
 
         Raises:
-            ValueError: values that do not fit each other or the plan, or other ones than on rank 0; on every rank, and the pipeline is as
-                it was.
+            ValueError: values that do not fit each other or the plan, or differ from those on rank 0; the pipeline is as it was.
             PipelineError: another rank failed.
         """
         self._check_open()
@@ -194,6 +193,10 @@ class Pipeline(StageWeights):
         self._runner.adopt(plan, programs, stages, policy)
 
     def _make_programs(self, given: GivenSchedule, policy: RecomputePolicy, plan: Plan) -> Programs:
+        if policy.offloads or (isinstance(given, Schedule) and given.offloaded):  # no stage copies sets yet
+            raise ValueError(
+                f"offload={policy.offload}: only `pipetrain show` knows copies of sets so far; use offload=none, or a schedule without them"
+            )
         programs = self._parts.programs(given, policy, plan)
         check_calls(programs.whole().schedule, self._on_call)
         return programs
@@ -212,7 +215,7 @@ class Pipeline(StageWeights):
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of `step`, with every stage's gradients."""
+        """The schedule of `step` if every stage needs gradients."""
         return self._programs.whole().schedule
 
     @property
@@ -231,7 +234,7 @@ class Pipeline(StageWeights):
 
     @property
     def ranks(self) -> Group:
-        """All ranks, and how they agree between two steps."""
+        """The `Group` of all ranks: their coordinates, and collective calls between two steps."""
         return self._group
 
     @property
@@ -249,12 +252,8 @@ class Pipeline(StageWeights):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The ranks as a DeviceMesh with the dimensions `replica` and `stage`, for libraries that want one. It is made when it is first asked
-        for, which all ranks have to do.
-
-        Raises:
-            RuntimeError: torch.distributed was not initialised, as for a rank alone.
-        """
+        """The ranks as a DeviceMesh with the dimensions `replica` and `stage`, for libraries that want one. The first access makes it and is
+        collective. Raises RuntimeError: torch.distributed was not initialised, as for a rank alone."""
         return self._group.mesh
 
     def replica_process_group(self) -> ProcessGroup | None:
@@ -263,13 +262,10 @@ class Pipeline(StageWeights):
         return self._group.replica_process_group()
 
     def own_rows(self, batch: Any) -> Any:
-        """Of a whole batch, a tensor or a (nested) tuple or dict, the rows of this replica: what `step` wants where each rank has all.
+        """The rows of this replica, out of a whole batch (a tensor, or a (nested) tuple or dict): num_microbatches of the num_replicas x
+        num_microbatches slices that `torch.tensor_split` cuts; with fewer rows than slices (for `evaluate`), one of num_replicas slices.
 
-        They are those that `torch.tensor_split` into num_replicas x num_microbatches slices gives it; of fewer rows than that, for
-        `evaluate`, into num_replicas slices.
-
-        Raises:
-            ValueError: fewer rows than replicas, or tensors that disagree on their number.
+        Raises ValueError: fewer rows than replicas, or tensors that disagree on their number.
         """
         return own_rows(batch, self.coordinates.replica, self.num_replicas, self.plan.num_microbatches)
 
@@ -279,45 +275,42 @@ class Pipeline(StageWeights):
         """Forward and backward of a batch: adds to `.grad` as `backward` does; returns the loss, 0-dim, on every rank's host.
 
         Args:
-            inputs: the batch of this replica, a tensor or a (nested) tuple or dict, cut along dimension 0; needed on the rank that holds the first
-                stage.
-            targets: likewise, on the rank that holds the last stage.
+            inputs: the batch of this replica, a tensor or a (nested) tuple or dict, cut along dimension 0; for the first stage's rank.
+            targets: likewise, for the last stage's rank.
             scale: multiplies what is back-propagated, and not the loss that is returned.
 
         Raises:
             ValueError: a batch that cannot be cut; a loss that is no scalar; a call under `torch.no_grad()`; a `scale` that is no
-            finite number, or 0. The same on every rank that makes the mistake and, where the first stage's does, on all.
+                finite number, or 0. On each rank that makes the mistake; on all if the first stage's rank makes it.
             PipelineError: another rank failed.
-            LossNotFinite: a PipelineError too, but one after which the pipeline can go on: `.grad` is of no use,
-                `find_not_finite` says where it began.
+            LossNotFinite: a PipelineError too, after which the pipeline can go on; `find_not_finite` says where it began.
         """
-        self._check_open()
         for one in self.beside:
             one.poll()
         step = Step(self.step_index, self._parts.seed, with_graph=True, with_loss=True, scale=scale)
-        # In the first step, on a device that the host should run ahead of: which layers make it wait.
+        # In the first step on a GPU, note the layers that make the host wait for the device.
         watches = self._last_report is None and self._lanes.device.runs_ahead
         with waits_told(self._stages, self._lanes.device) if watches else nullcontext():
-            self._run("step", step, inputs, targets, mistake=mistake_in_step(scale))
-        # Not the step itself, which holds the batch until the next one has ended.
-        index, recording = step.index, self._lanes.recording()
-        peak, peak_of_stages, stages = self._parts.meter.peak_bytes, self._parts.meter.peak_stage_bytes, self._stages
+            inputs, targets, mistake = self._taken(inputs, targets, mistake_in_step(scale))
+            self._runner.run("step", step, inputs, targets, is_training=self._training, mistake=mistake)
+        # The report must not hold `step`: that would keep the batch until the next step has ended.
+        recording, stages, meter = self._lanes.recording(), self._stages, self._parts.meter
+        peak, peak_of_stages, index = meter.peak_bytes, meter.peak_stage_bytes, step.index
         self._last_report = lambda: measure_rank(
-            self.rank,
-            index,
             recording,
             self._clock,
             stages,
-            peak,
             self._lanes.device.memory(),
-            self._runner.communicator_bytes,
-            peak_of_stages,
+            rank=self.rank,
             replica=self.coordinates.replica,
             place=self._group.chain.rank,
+            step=index,
+            communicator_bytes=self._runner.communicator_bytes,
+            peak_activation_bytes=peak,
+            peak_stage_bytes=peak_of_stages,
         )
         self.step_index += 1
-        if self._on_event is not None:
-            self._unseen.append(recording)
+        self._unseen += [recording] if self._on_event is not None else []
         self._emit_events()
         return self._runner.loss_of(step)
 
@@ -358,8 +351,7 @@ class Pipeline(StageWeights):
         seed: int = 0,
         eos: int | Sequence[int] | None = None,
         context: int | None = None,
-        num_groups: int = 1,
-        on_token: Callable[[int, int], None] | None = None,
+        on_token: Callable[[int, int], bool | None] | None = None,
         choose: Callable[[Tensor], Tensor] | None = None,
     ) -> list[Tensor]:
         """The tokens that a causal language model puts after each prompt: 1-dim, int64, on every rank. Collective.
@@ -367,19 +359,17 @@ class Pipeline(StageWeights):
         Layers keep what they need of the tokens before (`stage/past.py`), are in eval mode, and make no gradients.
 
         Args:
-            prompts: token ids to continue, on the rank that holds the first stage: a list of lists or tensors, which may differ in
-                length, a tensor [prompts, tokens], or a tokenizer's dict of input_ids and attention_mask.
+            prompts: token ids to continue, on the first stage's rank: a list of lists or tensors, which may differ in length, a tensor
+                [prompts, tokens], or a tokenizer's dict of input_ids and attention_mask.
             max_new_tokens: how many tokens each prompt gets at most.
             temperature: 0 takes the likeliest token; else tokens are drawn, by the softmax of the logits divided by it.
-            top_k: draws from the so many likeliest alone.
-            top_p: draws from the likeliest alone that have this share of the probability together.
+            top_k: draws only from the k likeliest tokens.
+            top_p: draws only from the likeliest tokens that together have this share of the probability.
             seed: of what is drawn. It does not depend on the stages, the ranks, or the other prompts' lengths.
             eos: token or tokens after which a prompt has ended; it is the last of its tokens.
-            context: how many tokens are looked at, at most; where there are more, from the latter half of them on. None: all.
-            num_groups: cuts the prompts into so many groups, which follow each other through the stages, so that these work side by side.
-            on_token: is given (number of the prompt, token) on every rank, once the token is known there.
-            choose: stands in for all of this: is given the logits [prompts of a group, vocabulary] on the last stage's rank, and gives
-                token ids [prompts of a group].
+            context: the most tokens that layers see; a longer text continues from its last `context // 2` tokens. None: no limit.
+            on_token: is given (number of the prompt, token) on every rank, once the token is known there. True ends the prompt, if all ranks say so.
+            choose: replaces temperature, top_k, top_p and seed: from logits [prompts, vocabulary] on the last stage's rank to ids [prompts].
 
         Raises:
             ValueError: prompts that are no token ids or are empty; layers that cannot continue from earlier tokens. The same on every rank.
@@ -395,21 +385,18 @@ class Pipeline(StageWeights):
 
         def make() -> Request:
             sampling = Sampling(temperature, top_k, top_p, seed)
-            return Request.of(prompts, max_new_tokens, sampling, eos, context, num_groups)
+            return Request.of(prompts, max_new_tokens, sampling, eos, context)
 
         request = agree(make if self.is_first else None, self._parts.layers, self._group.chain)
         with self._in_eval_mode():
             return self._runner.generate(request, choose, on_token)
 
     def find_not_finite(self, inputs: Any = None, targets: Any = None) -> Diagnosis:
-        """Repeat the last step on its batch and say where the first value that is not finite appears. Collective.
-
-        Dropout draws the same, buffers stay as they are; the gradients are dropped, before and after. It costs a step.
-        """
+        """Repeat the last step on its batch and say where the first value that is not finite appears. Collective. Dropout draws the same, buffers
+        stay as they are; the gradients are dropped, before and after. It costs a step."""
         replica = self.coordinates.replica
         watch = FiniteWatch(self.rank, self._stages, replica, replica * self.plan.num_microbatches)
-        step = Step(self.step_index, self._parts.seed, with_graph=True, with_loss=True)
-        step.index, step.on_layer = self.step_index - 1, watch.on_layer
+        step = Step(self.step_index - 1, self._parts.seed, with_graph=True, with_loss=True, on_layer=watch.on_layer)
         self.zero_grad()
         with watch.over():
             self._run("step", step, inputs, targets, mistake=mistake_in_step(step.scale))
@@ -419,6 +406,11 @@ class Pipeline(StageWeights):
         return Diagnosis.of(self._group.everyone.concatenate(own, "what is not finite"))
 
     def _run(self, kind: str, step: Step, inputs: Any, targets: Any, *, mistake: str | None = None) -> None:
+        inputs, targets, mistake = self._taken(inputs, targets, mistake)
+        self._runner.run(kind, step, inputs, targets, is_training=self._training, mistake=mistake)
+
+    def _taken(self, inputs: Any, targets: Any, mistake: str | None) -> tuple[Any, Any, str | None]:
+        """A batch as the stages get it, and what is wrong with it or with the call."""
         self._check_open()
         self._emit_events()
         if self._take_batch is not None:
@@ -426,14 +418,14 @@ class Pipeline(StageWeights):
                 inputs, targets = self._take_batch(inputs, targets)
             except ValueError as error:
                 mistake = mistake or str(error)
-        self._runner.run(kind, step, inputs, targets, is_training=self._training, mistake=mistake)
+        return inputs, targets, mistake
 
     def _check_open(self) -> None:
         if self._closed:
             raise PipelineError("the pipeline is closed")
 
     def _emit_events(self, *, of_all: bool = False) -> None:
-        """Hand over the events of the steps that have ended; `of_all`: of the others, too, for which this waits."""
+        """Hand over the events of the steps that have ended; `of_all`: wait for the other steps, and hand over theirs too."""
         while self._unseen and (of_all or self._unseen[0].has_ended()):
             assert self._on_event is not None
             for event in self._unseen.popleft().events():
@@ -442,10 +434,8 @@ class Pipeline(StageWeights):
     # Faults, for tests and drills ----------------------------------------------------------------------------------
 
     def before_ops(self, before: Callable[[Op, int], None] | None) -> None:
-        """Call `before(op, step)` on this rank ahead of each op of a training step, None: no longer.
-
-        An F, R or B is about to run then, a message about to be started. What it raises counts as raised by the op.
-        """
+        """Call `before(op, step)` on this rank ahead of each op of a training step, None: no longer. An F, R or B is about to run then, a message
+        about to be started. What it raises counts as raised by the op."""
         self._runner.executor.before_op = before
 
     def disconnect(self, op: Op) -> None:
@@ -457,11 +447,7 @@ class Pipeline(StageWeights):
 
     @property
     def report(self) -> RankReport:
-        """This rank's last step. Does not communicate.
-
-        Raises:
-            RuntimeError: there was no step yet.
-        """
+        """This rank's last step. Does not communicate. Raises RuntimeError: there was no step yet."""
         if self._last_report is None:
             raise RuntimeError("there is no report before the first step")
         return self._last_report()
@@ -488,9 +474,7 @@ class Pipeline(StageWeights):
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None:
             self._group.fail(error)
         self.close()

@@ -1,7 +1,8 @@
 """Measures each layer of a model alone on this device: seconds of F, R and B, bytes saved for B, and seconds of the operations that made them.
 
-    the layer, then one that saves one number   seconds of F, of R through the whole layer, and of B
+    layer, then a dummy that saves one number   seconds of F, of R through the whole layer, and of B
     the same, with outputs kept                 extra seconds of R for intercepting its operations
+    the layer with a split backward             seconds of I and W; bytes that W waits with
     the layer alone                             seconds of R up to the layer's last saved tensor; bytes of its set
     the layer under a mode that takes the time  per operation: seconds, bytes of its outputs, how many of these are saved
 
@@ -28,7 +29,7 @@ from pipetrain.models.spec import ModelSpec
 from pipetrain.plan.profile import LOSS, LayerProfile, OpProfile, SavedTensor
 from pipetrain.schedule.policy import Outputs
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.microbatch import StageInput
+from pipetrain.stage.microbatch import StageInput, StageOutput
 from pipetrain.stage.seeding import generators_restored, layer_seeds
 from pipetrain.stage.selective import OPS_OF, operation_of
 from pipetrain.stage.stage import LossFn, Stage
@@ -54,7 +55,7 @@ def profile_layers(
 ) -> tuple[LayerProfile, ...]:
     """Every layer of the model on one microbatch, `inputs` and `targets` as a batch of `step` has them; medians of `rounds`.
 
-    One layer at a time is on the device. `autocast` is entered as a training step has it. Optimizer bytes are those of AdamW: two
+    One layer at a time is on the device. `autocast` makes the context in which a training step runs. Optimizer bytes are those of AdamW: two
     moments of each trained weight.
     """
     measured: dict[Any, LayerProfile] = {}
@@ -67,9 +68,7 @@ def profile_layers(
             look: Any = (is_first, kind, _form(value)) if kind else None
             if look not in measured:
                 (layer,) = spec.build(number, number + 1, seed=seed, device=device)
-                weights = tuple(
-                    (name, one.shape, one.dtype, one.requires_grad) for name, one in layer.named_parameters()
-                )
+                weights = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters())
                 look = look or (is_first, type(layer).__qualname__, repr(layer), weights, _form(value))
             if look not in measured:
                 say(f"layer {number} ({type(layer).__name__})")
@@ -116,7 +115,7 @@ class _SavesLittle(torch.autograd.Function):
 
 
 class _End(nn.Module):
-    """Has R run through the layer before it, as where more layers follow."""
+    """Makes R run to the end of the layer before it, as if more layers followed."""
 
     def forward(self, value: Any) -> Any:
         leaves, spec = pytree.tree_flatten(value)
@@ -140,14 +139,15 @@ class _Bench:
         given = self._given(number, value, needs_gradient=needs_gradient)
         layer, times = self.layer, []
         through, alone = self._stage(number, [layer, _End()]), self._stage(number, [layer])
-        keeping = self._stage(number, [layer, _End()], [Outputs()])
+        keeping, split = self._stage(number, [layer, _End()], [Outputs()]), self._stage(number, [layer])
         with self.autocast():
             for turn in range(1 + self.rounds):  # the first is proved, and not counted
                 layer.zero_grad()
                 turns = [self._turn(stage, given, turn) for stage in (through, alone, keeping)]
-                times.append((*turns[0], turns[1][1], turns[2][1]))
+                *halves, deferred = self._halves(split, given, turn)
+                times.append((*turns[0], turns[1][1], turns[2][1], *halves))
             trace = self._trace(given)
-        forward, recompute, backward, ends_early, keeps = map(statistics.median, zip(*times[1:]))
+        forward, recompute, backward, ends_early, keeps, first, second = map(statistics.median, zip(*times[1:]))
         set_bytes = alone.set_bytes.get(self.rounds, 0)
         saves_input = bool(trace.saved_keys & trace.inputs.keys())
         saves_output = bool(trace.saved_keys & trace.outputs.keys())
@@ -174,6 +174,9 @@ class _Bench:
             optimizer_bytes=_ADAM_MOMENTS * trained_bytes,
             largest=trace.largest(),
             ops=ops,
+            input_gradient_seconds=first,
+            weight_gradient_seconds=second,
+            deferred_bytes=deferred,
         )
 
     def _stage(self, number: int, layers: Sequence[nn.Module], selective: Sequence[Outputs] = ()) -> Stage:
@@ -184,12 +187,27 @@ class _Bench:
     def _given(self, number: int, value: Any, *, needs_gradient: bool) -> StageInput:
         leaves, spec = pytree.tree_flatten(value)
         moved = tuple(leaf.to(self.device) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-        wants = frozenset(
-            n
-            for n, leaf in enumerate(moved)
-            if needs_gradient and isinstance(leaf, Tensor) and leaf.is_floating_point()
-        )
+        floats = [n for n, leaf in enumerate(moved) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        wants = frozenset(floats if needs_gradient else ())
         return StageInput(moved, spec, wants, lambda layers: layer_seeds(0, 0, 0, [layer + number for layer in layers]))
+
+    def _halves(self, stage: Stage, given: StageInput, turn: int) -> tuple[float, float, int]:
+        """Seconds of I and W of one microbatch, and the bytes that W waits with."""
+        before = stage.meter.current_bytes
+        output = stage.forward(turn, given, keep=True, split=True)
+        gradients = self._gradients(output)
+        start = self._now()
+        stage.backward(turn, gradients)
+        middle, deferred = self._now(), stage.meter.current_bytes - before
+        stage.backward_weights(turn)
+        end = self._now()
+        stage.end_step()
+        return middle - start, end - middle, deferred
+
+    @staticmethod
+    def _gradients(output: StageOutput) -> list[Tensor | None]:
+        pairs = zip(output.leaves, output.wants_gradient)
+        return [torch.ones_like(leaf) if wanted else None for leaf, wanted in pairs]
 
     def _turn(self, stage: Stage, given: StageInput, turn: int) -> tuple[float, float, float]:
         """Seconds of F, R and B of one microbatch."""
@@ -198,9 +216,7 @@ class _Bench:
         forward = self._now()
         stage.recompute(turn)
         recompute = self._now()
-        gradients = [
-            torch.ones_like(leaf) if wanted else None for leaf, wanted in zip(output.leaves, output.wants_gradient)
-        ]
+        gradients = self._gradients(output)
         self.output = pytree.tree_unflatten(list(output.leaves), output.spec)
         before = self._now()
         stage.backward(turn, gradients)
@@ -214,13 +230,11 @@ class _Bench:
         return time.perf_counter()
 
     def _trace(self, given: StageInput) -> _Trace:
-        """The operations of one forward, each with the median of its times over some."""
+        """The operations of one forward; the time of each is the median over up to three runs."""
         traces = []
         for _ in range(min(3, self.rounds)):
-            leaves = [
-                leaf.detach().requires_grad_() if n in given.wants_gradient else leaf
-                for n, leaf in enumerate(given.leaves)
-            ]
+            pairs = enumerate(given.leaves)
+            leaves = [leaf.detach().requires_grad_() if n in given.wants_gradient else leaf for n, leaf in pairs]
             trace = _Trace(self.layer, self._now)
             with saved_tensors_hooks(trace.pack, lambda tensor: tensor), trace:
                 output = self.layer(pytree.tree_unflatten(leaves, given.spec))
@@ -238,14 +252,14 @@ class _Call:
 
     op: str
     path: str
-    num_saved: int  # before it
+    num_saved: int  # tensors saved before it ran
     can_be_kept: bool
     seconds: float
     sizes: dict[int, int]  # of its outputs' storages
 
 
 class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes what runs, what it takes, and what is saved of what it gives."""
+    """Records each operation, its time, its outputs, and the tensors that are saved."""
 
     supports_higher_order_operators = True
 
@@ -268,9 +282,15 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.outputs: dict[int, int] = {}  # and gave
 
     def __enter__(self) -> _Trace:
+        def enter(module: nn.Module, _: Any) -> None:
+            self._open.append(self._paths.get(id(module), self._open[-1]))
+
+        def leave(*_: Any) -> None:
+            self._open.pop()
+
         self._hooks = (
-            torch_module.register_module_forward_pre_hook(self._enter_module),
-            torch_module.register_module_forward_hook(self._leave_module, always_call=True),
+            torch_module.register_module_forward_pre_hook(enter),
+            torch_module.register_module_forward_hook(leave, always_call=True),
         )
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -280,12 +300,6 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
 
-    def _enter_module(self, module: nn.Module, _: Any) -> None:
-        self._open.append(self._paths.get(id(module), self._open[-1]))
-
-    def _leave_module(self, *_: Any) -> None:
-        self._open.pop()
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operation = operation_of(func)
@@ -294,16 +308,10 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         seconds = self._now() - start
         leaves = pytree.tree_leaves(given)
         self._alive += [one.detach() for one in leaves if isinstance(one, Tensor)]
-        self.calls.append(
-            _Call(
-                str(func) if operation is None else operation.name,
-                self._open[-1],
-                self._num_saved,
-                operation is not None and operation.can_be_kept and not operation.draws_with(args, kwargs),
-                seconds,
-                _sizes(leaves),
-            )
-        )
+        can_be_kept = operation is not None and operation.can_be_kept and not operation.draws_with(args, kwargs)
+        name = str(func) if operation is None else operation.name
+        call = _Call(name, self._open[-1], self._num_saved, can_be_kept, seconds, _sizes(leaves))
+        self.calls.append(call)
         return given
 
     def pack(self, tensor: Tensor) -> Tensor:
@@ -314,7 +322,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
     def largest(self) -> tuple[SavedTensor, ...]:
-        """Of distinct storages."""
+        """The largest saved tensors, one per storage."""
         makers: dict[int, _Call] = {}
         for call in self.calls:
             for key in call.sizes:

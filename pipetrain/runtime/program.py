@@ -1,4 +1,4 @@
-"""One rank's part of a schedule, laid out for the executor's loop: queues of ops, and which op ends the wait of which.
+"""One rank's part of a schedule, laid out for the executor's loop: queues of ops, and for each op the ops that wait for it.
 
     transfers    0SEND_F0 0SEND_F1 ...      one queue for each stage edge and direction, sends before receives; one of reduces
     compute      0F0 0F1 0F2 ...
@@ -19,7 +19,7 @@ from pipetrain.schedule.messages import receive_of, send_of, source_of, writes_b
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.schedule import Schedule
 
-COMPUTING = (Lane.COMPUTE, Lane.RECOMPUTE)  # where both may go on, the first does
+COMPUTING = (Lane.COMPUTE, Lane.RECOMPUTE)  # if the next ops of both may start, that of the first does
 
 Places = frozenset[tuple[int, int | None]]  # (stage, microbatch)
 
@@ -70,7 +70,7 @@ class ProgramEntry:
 class Program:
     """The ops of one rank, numbered from 0: compute and recompute lane first, or all in launch order if the schedule has one.
 
-    `queues[q]` are the numbers of one queue; the first with an op that may start goes on. `followers[n]` are the ops that wait for op n.
+    `queues[q]` are the numbers of one queue; the first queue with an op that may start starts it. `followers[n]` are the ops that wait for op n.
     `recomputed` are the (stage, microbatch) with an R: the others keep the set of their F. `reduces` are what adds up gradients.
     """
 
@@ -82,6 +82,8 @@ class Program:
     followers: tuple[tuple[int, ...], ...]
     recomputed: Places
     reduces: tuple[Op, ...]
+    num_waits: tuple[int, ...]  # of each op
+    starts: tuple[int, ...]  # of the queues
 
     @staticmethod
     def of(schedule: Schedule, rank: int) -> Program:
@@ -100,15 +102,18 @@ class Program:
         for place, entry in enumerate(entries):
             for awaited in entry.waits:
                 followers[number[awaited]].append(place)
+        queues = [*queues[len(COMPUTING) :], *queues[: len(COMPUTING)]]
         return Program(
             schedule,
             tuple(ops),
             number,
             entries,
-            (*queues[len(COMPUTING) :], *queues[: len(COMPUTING)]),
+            tuple(queues),
             tuple(map(tuple, followers)),
             recomputed,
             schedule.lane(rank, Lane.REDUCE),
+            tuple(len(entry.waits) for entry in entries),
+            tuple(queue.start for queue in queues),
         )
 
 
@@ -133,8 +138,8 @@ class Turns:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._open = [len(entry.waits) for entry in program.entries]  # what each op still waits for
-        self._heads = [queue.start for queue in program.queues]  # the first of each queue that had no turn yet
+        self._open = list(program.num_waits)  # what each op still waits for
+        self._heads = list(program.starts)  # the first of each queue that had no turn yet
         self._ended = [False] * len(program.ops)
         self.num_left = len(program.ops)  # ops that have not ended
 
@@ -155,10 +160,8 @@ class Turns:
             self._open[follower] -= 1
 
     def awaited(self) -> tuple[Op, Op]:
-        """Where nothing may start: the first op that has not started, and the transfer under way for which it has not.
-
-        The two are the same where all that is left is transfers under way.
-        """
+        """If no op may start: the first op that has not started, and the running transfer for which it waits, directly or through other ops. The
+        two are the same if only running transfers are left."""
         program = self._program
         heads = [head for queue, head in zip(program.queues, self._heads) if head < queue.stop]
         under_way = first = min(heads) if heads else self._ended.index(False)

@@ -29,7 +29,7 @@ def reference_step(
 
     Returns the loss, 0-dim and detached: the sum over microbatches, in order, of `loss_fn(out_i, target_i) * (n_i / N)`;
     n_i is the number of rows of the microbatch, or `count_fn(target_i)`. A microbatch with n_i = 0 is not run.
-    With `loss_reduction="sum"` each other one weighs 1. What layers give to `add_loss` is added to `loss_fn(out_i, target_i)`:
+    With `loss_reduction="sum"` the factor is 1, not n_i / N. What layers give to `add_loss` is added to `loss_fn(out_i, target_i)`:
 
         class Experts(nn.Module):                                       # one layer of the pipeline
             def forward(self, x):
@@ -40,8 +40,8 @@ def reference_step(
     layers = list(model)
     device = next((parameter.device for layer in layers for parameter in layer.parameters()), torch.device("cpu"))
     microbatches, labels = cut(inputs, num_microbatches), cut(targets, num_microbatches, "targets")
-    # Of the uncut batch: in a microbatch, what was wrapped in Whole looks like any other tensor. Not by what the pipeline
-    # counts with, whose mistakes would be the same here.
+    # Rows of the uncut batch: in a microbatch, a tensor that was wrapped in Whole looks like any other. The pipeline's own
+    # count of rows is not used, because its mistakes would be made here too.
     share, rest = divmod(num_rows(inputs, "inputs") or num_microbatches, num_microbatches)
     counts: list[int | float] = [share + (index < rest) for index in range(num_microbatches)]
     if count_fn is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -33,16 +33,14 @@ from pipetrain.runtime.generation import Choose, Generation, OnToken, Request
 from pipetrain.runtime.losses import LossCheck, loss_of_all
 from pipetrain.runtime.skips import Skips
 from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.stage.modules import buffers_in, modules_below, parameters_in
+from pipetrain.stage.layer_state import buffers_in, modules_below, parameters_in
 from pipetrain.stage.past import set_trainable
 from pipetrain.stage.seeding import generators_restored
 
 
 class CallRunner:
-    """Runs calls on the stages of one rank, with those of the other ranks of `group`.
-
-    Raises PipelineError: a rank that holds a neighbouring stage could not be met.
-    """
+    """Runs calls on the stages of one rank, together with the other ranks of `parts.group`. Raises PipelineError: a rank that holds a
+    neighbouring stage could not be met."""
 
     def __init__(
         self,
@@ -55,15 +53,12 @@ class CallRunner:
         loss_reduction: str,
         checks_loss: bool,
     ) -> None:
-        group = parts.group
-        self._parts = parts
-        self._group = group
-        self._device = parts.lanes.device
-        self._count_fn = count_fn
-        self._loss_reduction = loss_reduction
+        self._parts, self._device = parts, parts.lanes.device
+        self._group = group = parts.group
+        self._count_fn, self._loss_reduction = count_fn, loss_reduction
         self._skips = Skips(parts.known_layers, parts.loss_fn, plan, parts.place)
         self._loss_check = None
-        self._is_last = plan.num_stages - 1 in stages
+        self._is_last, self._has_shared = plan.num_stages - 1 in stages, len(parts.shared) > 0
         if checks_loss and parts.loss_fn is not None and self._is_last:
             warns = group.coordinates.replica == 0
             last_layer = plan.num_layers - 1
@@ -72,12 +67,12 @@ class CallRunner:
         before = self._device.memory().other_bytes
         self.transport = _connect(parts, plan, programs)
         after = self._device.memory().other_bytes
-        # None: the device does not tell. Of what another process takes or gives back meanwhile it cannot know.
+        # None: the device cannot tell. Memory that other processes take or free meanwhile makes the number wrong.
         self.communicator_bytes = None if before is None or after is None else max(0, after - before)
         self.executor = Executor(group.rank, {}, self.transport, parts.lanes, group.monitor, group.board)
         self.adopt(plan, programs, stages, policy)
         group.monitor.on_failure = self._break_off
-        # A device that runs ahead may hold the computing thread in a launch, where it cannot look for itself.
+        # On a GPU the computing thread may be stuck in a launch, where it cannot notice that another rank failed.
         self._watchdog = Watchdog(group.monitor) if self._device.runs_ahead else None
 
     def adopt(self, plan: Plan, programs: Programs, stages: Stages, policy: RecomputePolicy) -> None:
@@ -85,7 +80,7 @@ class CallRunner:
         group, copies = self._group, self._parts.copies.apart if self._parts.ties else None
         self._plan, self._programs, self._stages = plan, programs, stages
         self._proving = Proving(stages, policy.verify)
-        self._calls = Calls(group.chain, plan, stages, copies, group.replicas, group.monitor)
+        self._calls = Calls(group, plan, stages, copies)
         self._shared_gradients = self._parts.shared_gradients(stages, programs)
         self.executor.change(stages, self._shared_gradients)
 
@@ -100,20 +95,20 @@ class CallRunner:
         self.check_whole()
         count = None
         if self._count_fn is not None and step.with_loss:
-            # As they are given, before they are on the device: there a count would wait for all that it still has to do.
+            # Counts targets before they are on the device: there a count would wait for all queued work.
             m, whole = self._plan.num_microbatches, step.with_graph
             count = partial(count_targets, targets, m, self._count_fn, all_of_them=whole)
         call = self._calls.agree(
             kind, step.index, inputs, is_training=is_training, count=count, mistake=mistake, left=self._skips.reported
         )
-        name, lacks_targets = self._group.monitor.name, targets is None and step.with_loss and self._is_last
+        monitor, lacks_targets = self._group.monitor, targets is None and step.with_loss and self._is_last
         with self.failing_together(
-            f"{kind} was given no targets on {name}, which holds the last stage" if lacks_targets else ""
+            f"{kind} was given no targets on {monitor.name}, which holds the last stage" if lacks_targets else ""
         ):
-            if mistake is not None:  # of this rank, not of the first
-                raise ValueError(f"{mistake} (on {name})")
+            if mistake is not None:  # this rank's, not that of the first stage's rank
+                raise ValueError(f"{mistake} (on {monitor.name})")
             self._cut(call, step, inputs, targets)
-            with self._parts.shared.unchanged(is_training=is_training):
+            with self._parts.shared.unchanged(is_training=is_training) if self._has_shared else nullcontext():
                 self._execute(call, step)
         return call
 
@@ -124,13 +119,11 @@ class CallRunner:
 
     @contextmanager
     def failing_together(self, note: str = "") -> Iterator[None]:
-        """Ops run in the block: where it fails, what is held is let go of, and the other ranks are told. `note` goes with the error.
-
-        Raises PipelineError: another rank failed meanwhile.
-        """
+        """Ops run in the block: where it fails, what is held is let go of, and the other ranks are told. `note` goes with the error. Raises
+        PipelineError: another rank failed meanwhile."""
         try:
             yield
-            if self._group.monitor.failure is not None:  # by another thread, after all was launched
+            if self._group.monitor.failure is not None:  # noted by another thread after all ops were launched
                 raise PipelineError(f"{self._group.monitor.failure} (rank {self._group.rank} ends)")
         except BaseException as error:
             self.executor.drop()
@@ -148,26 +141,16 @@ class CallRunner:
     def generate(self, request: Request, choose: Choose | None, on_token: OnToken | None) -> list[Tensor]:
         """The new tokens of each prompt of a `request` on which all ranks have agreed. Collective."""
         self._exclude_weights()
-        program, chain, fetch = self._programs.inference(1), self._group.chain, self._parts.fetch
+        program = self._programs.inference(1)
         with self.failing_together():
             try:
                 return Generation(
-                    request,
-                    self._plan,
-                    chain,
-                    program,
-                    self.executor,
-                    self.transport,
-                    fetch,
-                    self._group.device,
-                    choose,
-                    on_token,
+                    request, self._plan, program, self.executor, self.transport, self._parts, choose, on_token
                 ).run()
             finally:
                 set_trainable(self._parts.layers.values())
 
     def _cut(self, call: Call, step: Step, inputs: Any, targets: Any) -> None:
-        """Give `step` what the first and the last stage need of the batch."""
         m = call.num_microbatches
         step.idle = call.idle
         step.first_microbatch = self._group.coordinates.replica * self._plan.num_microbatches
@@ -185,7 +168,7 @@ class CallRunner:
             is_sum = self._loss_reduction == SUM
             step.weights = [float(share > 0) for share in step.shares] if is_sum else step.shares
             step.whole_targets = whole_tensors(targets, "targets")
-        if step.with_graph and call.first_backward >= self._plan.num_stages:
+        if step.with_graph and call.first_backward > max(self._stages):
             raise ValueError("nothing in the model needs a gradient: no parameter has requires_grad=True")
 
     def _here(self, batch: Any) -> Any:
@@ -212,11 +195,10 @@ class CallRunner:
                 if not self._skips.is_done:
                     around.enter_context(self._skips.over(step, call.left))
             self.executor.run(program, step)
-        if step.with_graph:
+        if program.reduces:
             self._shared_gradients.finish(self._parts.fetch)
 
     def _exclude_weights(self) -> None:
-        """Exclude weights from the activation meter."""
         modules = modules_below(self._parts.layers.values())
         self._parts.meter.exclude([*parameters_in(modules), *buffers_in(modules)])
 

@@ -4,7 +4,7 @@
     F0 of stage 1   computes its output with it, or with what was computed from it                     [2]
 
 Only outputs go from stage to stage: on one rank the other stage finds what another microbatch left, and on two it finds nothing.
-On two ranks, ranks tell each other of [1] when they agree on the second step; the other rank checks for [2] in that step.
+On two ranks, the rank that saw [1] reports it when ranks agree on the second step; the other rank checks for [2] in that step.
 Stages may share what they only write to (statistics, a log).
 """
 
@@ -41,7 +41,7 @@ class _Shared(NamedTuple):
     """Something that layers of several stages hold, and what it is called in each stage."""
 
     thing: Any
-    names: dict[int, tuple[str, str]]  # the path, and whose
+    names: dict[int, tuple[str, str]]  # by stage: the path to it, and the layer or loss that holds it
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors in a container and in containers inside it, by key; none of a very long container."""
@@ -70,10 +70,8 @@ class _Left(NamedTuple):
 
 
 class Skips(TorchFunctionMode):
-    """Looks at the first steps. `layers` are those that this rank knows, by their index in the model.
-
-    As a torch function mode it marks tensors that F computes from another stage's: on once a stage has left some for two microbatches.
-    """
+    """Looks at the first steps. `layers` are those that this rank knows, by their index in the model. As a torch function mode it marks tensors
+    that F computes from those of another stage. It is on once a stage has left some in two microbatches."""
 
     def __init__(self, layers: Mapping[int, nn.Module], loss_fn: Any, plan: Plan, rank: int) -> None:
         super().__init__()
@@ -88,26 +86,20 @@ class Skips(TorchFunctionMode):
             for path, thing in (named_paths if root is loss_fn else paths)(root, _can_be_changed, seen[stage]):
                 found.setdefault(id(thing), _Shared(thing, {})).names.setdefault(stage, (path, self._names[index]))
         self._shared = [one for one in found.values() if len(one.names) > 1 and one.names.keys() & self._stages]
+        self.is_done = not self._shared  # nothing is left to check
         self.reported: list[Reported] = []
         self._num_steps = 0
         self._is_on = False
         self._now: Op | None = None  # the F that runs
-        self._before: list[set[int]] = []  # the tensors in each shared thing at its start
-        self._leaves_in: defaultdict[tuple[int, int], set[int]] = defaultdict(set)  # by thing and stage: microbatches
+        self._before: list[set[int]] = []  # the tensors in each shared thing when that F began
+        self._leaves_in: defaultdict[tuple[int, int], set[int]] = defaultdict(set)  # (thing, stage) -> microbatches
         self._left: dict[int, _Left] = {}  # by the identity of the tensor
         self._computed: dict[int, _Left] = {}  # in the F that runs
 
-    @property
-    def is_done(self) -> bool:
-        """Whether there is nothing left to check."""
-        return not self._shared
-
     @contextmanager
     def over(self, step: Step, reported: Sequence[Reported]) -> Iterator[None]:
-        """Around a step with a graph; `reported` is what ranks before this one have found.
-
-        Raises ValueError: (what runs in it) a layer computes with what another stage left, or finds nothing where it is on another rank.
-        """
+        """Around a step with a graph; `reported` is what ranks before this one have found. The step raises ValueError: a layer computes with a
+        tensor that another stage left, or looks in vain for one that is on another rank."""
         before = step.on_layer
 
         def on_layer(microbatch: int, layer: int, output: Any) -> None:
@@ -126,7 +118,7 @@ class Skips(TorchFunctionMode):
             self._end_step()
 
     def _hear(self, reported: Sequence[Reported]) -> None:
-        """What this rank has where a stage of another leaves tensors, its own stages are not to compute with."""
+        """Note the tensors of this rank in places where a stage of another rank leaves tensors: own stages must not compute with them."""
         for shared in self._shared:
             tensors = shared.tensors() if reported else {}
             for number, key, stage in reported:
@@ -165,13 +157,13 @@ class Skips(TorchFunctionMode):
         return result
 
     def _source(self, tree: Any) -> _Left | None:
-        """What another stage left that is in `tree`, or that something in it was computed from in the F that runs."""
+        """A tensor that another stage left, if it is in `tree` or something in `tree` was computed from it in the F that runs."""
         found = (self._computed.get(id(leaf)) or self._left.get(id(leaf)) for leaf in pytree.tree_leaves(tree))
         others = (left for left in found if left is not None and self._now and left.stage != self._now.stage)
         return next(filter(self._is_left_each_time, others), None)
 
     def _check(self, layer: int, output: Any) -> None:
-        """[2]"""
+        """[2] Raise if the output was computed with a tensor that another stage left."""
         left = self._source(output)
         if left is not None and self._now is not None:
             stage = self._now.stage
@@ -191,21 +183,20 @@ class Skips(TorchFunctionMode):
             and not left.shared.names.keys() <= self._stages
         ][:_MOST_REPORTED]
         if self._num_steps == _NUM_STEPS:
-            self._shared, self.reported = [], []
+            self._shared, self.reported, self.is_done = [], [], True
         self._is_on, self._now, self._before = False, None, []
         self._left.clear()
         self._computed.clear()
 
     def _explain(self, error: Exception, stage: int) -> ValueError | None:
-        """What an error in F of a stage means, where a layer looks for something that a stage on another rank may have left."""
+        """A clearer error, if a layer of the stage looked for something that a stage on another rank may have left; else None."""
         if not isinstance(error, (KeyError, IndexError, AttributeError)):
             return None
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         names = set(frame.f_code.co_names)
         scope = {**{name: frame.f_globals[name] for name in names & frame.f_globals.keys()}, **frame.f_locals}
-        lacking = {id(thing) for _, thing in paths(scope, lambda thing: _lacks(thing, error), names=names)} - {
-            id(scope)
-        }
+        lacking = {id(thing) for _, thing in paths(scope, lambda thing: _lacks(thing, error), names=names)}
+        lacking.discard(id(scope))
         found = [one for one in self._shared if id(one.thing) in lacking and stage in one.names]
         ranks = self._stage_ranks
         others = [next((s for s in one.names if ranks[s] != ranks[stage]), None) for one in found]
@@ -220,14 +211,13 @@ class Skips(TorchFunctionMode):
 
 
 def _number(shared: _Shared) -> int:
-    """The same on every rank: of its name in the first stage that has it."""
+    """The same number on every rank: the checksum of its name in the first stage that has it."""
     return zlib.crc32(shared.called(min(shared.names)).encode())
 
 
 def _can_be_changed(thing: Any) -> bool:
-    return isinstance(thing, (dict, list, deque, nn.Module)) or (
-        is_of_the_user(type(thing)) and hasattr(thing, "__dict__")
-    )
+    is_object = is_of_the_user(type(thing)) and hasattr(thing, "__dict__")
+    return is_object or isinstance(thing, (dict, list, deque, nn.Module))
 
 
 def _lacks(thing: Any, error: Exception) -> bool:

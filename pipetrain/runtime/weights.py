@@ -40,10 +40,8 @@ def state_dict(layers: Layers) -> dict[str, Any]:
 
 
 def load_state_dict(layers: Layers, state: Mapping[str, Any], other_names: Mapping[str, str] = {}) -> None:
-    """Load this rank's part of `state`, which may be the whole model's. Some names are there under another one, by `other_names`.
-
-    Raises ValueError: a tensor of this rank is missing in `state`, or has another shape; a name that its layers do not have.
-    """
+    """Load this rank's part of `state`, which may be the whole model's. `other_names`: a name of this rank -> the one that `state` has for it.
+    Raises ValueError: a tensor of this rank is missing in `state`, or has another shape; a name that its layers do not have."""
     if not isinstance(state, Mapping):
         raise ValueError(f"the state is a {type(state).__name__}: give tensors by name, as state_dict() returns them")
     for number, layer in sorted(layers.items()):
@@ -59,17 +57,11 @@ def load_state_dict(layers: Layers, state: Mapping[str, Any], other_names: Mappi
             )
         part = {name: state[other_names.get(start + name, start + name)] for name in own}
         for name, value in own.items():
-            _check_fits(start + name, value, part[name])
+            given = part[name]
+            if isinstance(value, Tensor) and (not isinstance(given, Tensor) or given.shape != value.shape):
+                found = list(given.shape) if isinstance(given, Tensor) else f"a {type(given).__name__}"
+                raise ValueError(f"{start + name} is {found} in the state, the model has a tensor {list(value.shape)}")
         layer.load_state_dict(part)
-
-
-def _check_fits(name: str, own: Any, given: Any) -> None:
-    if not isinstance(own, Tensor):
-        return
-    if not isinstance(given, Tensor):
-        raise ValueError(f"{name} is a {type(given).__name__} in the state, the model has a tensor {list(own.shape)}")
-    if given.shape != own.shape:
-        raise ValueError(f"{name} is {list(given.shape)} in the state, the model has {list(own.shape)}")
 
 
 def _gather(own: Mapping[str, Any], chain: Chain) -> dict[str, Any]:
@@ -80,12 +72,10 @@ def _gather(own: Mapping[str, Any], chain: Chain) -> dict[str, Any]:
 
     Raises TypeError: a value that is neither a tensor nor known to JSON; PipelineError: another rank failed meanwhile.
     """
-    told = {
-        name: [str(value.dtype).removeprefix("torch."), list(value.shape), value.nbytes]
-        if isinstance(value, Tensor)
-        else [None, value, 0]
-        for name, value in own.items()
-    }
+    told = {name: [None, value, 0] for name, value in own.items() if not isinstance(value, Tensor)}
+    for name, value in own.items():
+        if isinstance(value, Tensor):
+            told[name] = [str(value.dtype).removeprefix("torch."), list(value.shape), value.nbytes]
     _, *others = map(json.loads, chain.concatenate(json.dumps(told).encode(), "the names of the state"))
     is_first = chain.rank == 0
     whole = {name: one.detach().cpu() if isinstance(one, Tensor) else one for name, one in own.items() if is_first}
@@ -110,8 +100,8 @@ class StageWeights:
     _training: bool
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under the names of `nn.Sequential(*layers)`. One that two stages share has there one name, the first,
-        and so have its two copies."""
+        """This rank's parameters under the names of `nn.Sequential(*layers)`. One that two stages share has one name on
+        both ranks, that in the lower stage."""
         return self._parts.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -126,7 +116,7 @@ class StageWeights:
                 parameter.grad.zero_()
 
     def train(self, mode: bool = True) -> Self:
-        """Put this rank's layers into training mode. Collective in meaning: do it on every rank."""
+        """Put this rank's layers into training mode. Does not communicate, but call it on every rank."""
         if not isinstance(mode, bool):
             raise ValueError(f"train was given mode={mode!r}: True or False is needed")
         self._training = mode
@@ -141,12 +131,16 @@ class StageWeights:
         """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before, on the host. Collective.
 
         The norms of single tensors are summed in the whole model's parameter order, so that the result does not depend
-        on the split; of a parameter that two stages share one counts.
+        on the split; of a parameter that two stages share, one copy counts.
         """
-        seen: set[int] = set()  # of two stages of this rank, too, the first has what they share
+        seen: set[int] = set()  # what two stages of this rank share counts with the first
         of_stages: dict[int, list[nn.Parameter]] = {}
         for index, stage in sorted(self._stages.items()):
-            own = [one for _, one in named_parameters(stage.layers_by_number()) if id(one) not in seen]
+            own = [
+                one
+                for _, one in named_parameters(dict(enumerate(stage.layers, stage.first_layer)))
+                if id(one) not in seen
+            ]
             of_stages[index] = own
             seen.update(map(id, own))
         return clip_grad_norm(
@@ -159,10 +153,8 @@ class StageWeights:
         )
 
     def check_replicas(self) -> None:
-        """Whether all replicas hold the same weights, by a sum over the bits of each. Collective.
-
-        Raises PipelineError: they do not; with the ranks that differ, the same on every rank. The pipeline can go on.
-        """
+        """Whether all replicas hold the same weights, by a sum over the bits of each. Collective. Raises PipelineError: they do not; with the
+        ranks that differ, the same on every rank. The pipeline can go on."""
         names = [self._group.names(rank) for rank in self._group.grid.ranks_of_stage(self._group.rank)]
         own = dict(named_parameters(self._parts.layers))
         check_replicas_equal(own, self._group.chain, self._group.replicas, names.__getitem__, self._parts.fetch)
@@ -181,10 +173,8 @@ class StageWeights:
         return state_dict(self._parts.layers)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's tensors from `state`, which may hold the whole model's. Of a parameter that two stages share one name is enough.
-
-        Raises ValueError: a tensor that is missing or has another shape, or a name that the model does not have.
-        """
+        """Load this rank's tensors from `state`, which may hold the whole model's. For a parameter that two stages share, one name is enough.
+        Raises ValueError: a tensor that is missing or has another shape, or a name that the model does not have."""
         numbers = tuple(f"{number}." for number in range(self.plan.num_layers))
         unknown = [name for name in state if not str(name).startswith(numbers)] if isinstance(state, Mapping) else []
         if unknown:
@@ -195,10 +185,8 @@ class StageWeights:
         load_state_dict(self._parts.layers, state, self._parts.copies.other_names(state))
 
     def full_state_dict(self) -> dict[str, Any] | None:
-        """The whole model's tensors on the CPU of rank 0, None on the others; of several replicas, those of the first. Collective.
-
-        Only rank 0 needs room for the whole model: on their way tensors pass the other ranks in pieces of 16 MiB.
-        """
+        """The whole model's tensors on the CPU of rank 0, None on the others; of several replicas, those of the first. Collective. Only rank 0
+        needs room for the whole model: on their way tensors pass the other ranks in pieces of 16 MiB."""
         first = self._group.coordinates.replica == 0
         gathered = _gather(self.state_dict(), self._group.chain) if first else None
         if gathered is None or self._group.chain.rank:

@@ -9,11 +9,14 @@ whose last stage alternates F and B.
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 
-from pipetrain.schedule.kinds import RECOMPUTE, Direction, Holding, kinds_where
+from pipetrain.schedule.kinds import COPY_LANES, OFFLOAD, RECOMPUTE, RELOAD, Direction, Holding, kinds_where
 from pipetrain.schedule.op import Lane, Op
-from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.schedule import Schedule
 
 OPENS_STASH = kinds_where(lambda row: Holding.STASH in row.allocates)
@@ -23,8 +26,11 @@ ENDS_SET = kinds_where(lambda row: Holding.KEPT_SET in row.frees)
 
 
 def brings_set(schedule: Schedule, op: Op) -> bool:
-    """Whether `op` makes a set: an R does, and an F whose set is kept."""
-    return op.kind is RECOMPUTE or (op.kind in KEEPS_SET and (op.stage, op.microbatch) in schedule.kept)
+    """Whether `op` brings a set to the device: an R or RELOAD does, and an F whose set is kept or offloaded."""
+    if op.kind is RECOMPUTE or op.kind is RELOAD:
+        return True
+    place = op.stage, op.microbatch
+    return op.kind in KEEPS_SET and (place in schedule.kept or place in schedule.offloaded)
 
 
 def ends_stash(op: Op) -> bool:
@@ -39,7 +45,7 @@ def places_taken(schedule: Schedule, op: Op) -> int:
 
 def places_freed(schedule: Schedule, op: Op) -> int:
     """How many activation slots `op` frees at its end."""
-    return _places(schedule, op) if op.kind in ENDS_SET else 0
+    return _places(schedule, op) if op.kind in ENDS_SET or op.kind is OFFLOAD else 0
 
 
 def _places(schedule: Schedule, op: Op) -> int:
@@ -66,11 +72,16 @@ def peak_sets(schedule: Schedule) -> tuple[SetPeak, ...]:
 
     A kept set lives from the start of its F to the end of its B (or W), a recomputed set from the start of its R. The ops of the
     compute lane run one after the other, so a number c stands for a moment: c of them have ended. By then the recompute lane
-    may have started each R whose waits are among these c ops. The worst case is that it has started all of them.
+    may have started each R whose waits are among these c ops. The worst case is that it has started all of them. With copies see
+    `_peaks_with_copies`.
     """
     peaks = [SetPeak(0, 0, schedule.way(Direction.FORWARD, stage, 0)[0]) for stage in range(schedule.num_stages)]
     for rank in range(schedule.num_ranks):
         alive = [0] * schedule.num_stages
+        if schedule.order:
+            for stage, peak in _peaks_with_copies(schedule, rank):
+                peaks[stage] = max(peaks[stage], peak, key=lambda one: one.places)
+            continue
         for op, starts in _moments(schedule, rank):
             alive[op.stage] += places_taken(schedule, op) if starts else -places_freed(schedule, op)
             if alive[op.stage] > peaks[op.stage].places:
@@ -79,7 +90,7 @@ def peak_sets(schedule: Schedule) -> tuple[SetPeak, ...]:
 
 
 def _moments(schedule: Schedule, rank: int) -> list[tuple[Op, bool]]:
-    """The ops of a rank that begin (True) or end (False) a set, by the number of compute ops that have ended; at one number, ends first."""
+    """Ops of a rank that begin (True) or end (False) a set, by how many compute ops have ended; at equal counts those that end one come first."""
     compute = schedule.lane(rank, Lane.COMPUTE)
     place = {op: number for number, op in enumerate(compute)}
     moments: list[tuple[int, bool, Op]] = []
@@ -97,6 +108,55 @@ def _moments(schedule: Schedule, rank: int) -> list[tuple[Op, bool]]:
     return [(op, starts) for _, starts, op in moments]
 
 
+_CLOCK = (Lane.COMPUTE, *COPY_LANES)
+
+
+def _ended_before(schedule: Schedule, rank: int) -> dict[Op, list[int]]:
+    """For each op of a rank how many ops of COMPUTE, OFFLOAD and RELOAD have ended when it starts, whatever the timing."""
+    lanes = {op: (lane, number) for lane in _CLOCK for number, op in enumerate(schedule.lane(rank, lane), 1)}
+    graph = {op: schedule.comes_after(op) for own in schedule.lanes[rank].values() for op in own}
+    starts: dict[Op, list[int]] = {}
+    ends: dict[Op, list[int]] = {}
+    for op in TopologicalSorter(graph).static_order():
+        starts[op] = list(map(max, zip([0] * len(_CLOCK), *(ends[other] for other in graph.get(op, ())))))
+        lane, number = lanes.get(op, (None, 0))
+        ends[op] = [number if one is lane else ended for one, ended in zip(_CLOCK, starts[op])]
+    return starts
+
+
+def _peaks_with_copies(schedule: Schedule, rank: int) -> Iterator[tuple[int, SetPeak]]:
+    """Per stage of a rank as `peak_sets`. When number n of the ops that take a place, in `Schedule.order`, is the last that has started, at
+    most n sets have come, and those have gone that end before it starts. So n less these bounds what is there."""
+    before, taken = _ended_before(schedule, rank), Counter[int]()
+    freed = {
+        stage: [
+            _counts(op.stage == stage and places_freed(schedule, op) > 0 for op in schedule.lane(rank, lane))
+            for lane in _CLOCK
+        ]
+        for stage, holder in enumerate(schedule.stage_ranks)
+        if holder == rank
+    }
+    for op in schedule.order[rank]:
+        if places_taken(schedule, op):
+            taken[op.stage] += 1
+            alive = taken[op.stage] - sum(counts[ended] for counts, ended in zip(freed[op.stage], before[op]))
+            yield op.stage, SetPeak(alive, alive, op)
+
+
+def peak_on_host(schedule: Schedule, stage: int) -> tuple[int, Op | None]:
+    """The most sets of `stage` in host memory at once, whatever the timing, and the OFFLOAD of the last of them."""
+    before, rank = _ended_before(schedule, schedule.stage_ranks[stage]), schedule.stage_ranks[stage]
+    back = _counts(op.stage == stage for op in schedule.lane(rank, Lane.RELOAD))
+    down = [op for op in schedule.lane(rank, Lane.OFFLOAD) if op.stage == stage]
+    held = [(number - back[before[op][-1]], op) for number, op in enumerate(down, 1)]
+    return max(held, key=lambda pair: pair[0], default=(0, None))
+
+
+def _counts(marks: Iterable[bool]) -> list[int]:
+    """How many of the first 0, 1, 2, ... marks are set."""
+    return list(itertools.accumulate(marks, initial=0))
+
+
 def peak_stash(schedule: Schedule) -> tuple[int, ...]:
     """Per stage, the most microbatches between the start of F and the end of B, or W."""
     peaks, held = [0] * schedule.num_stages, [0] * schedule.num_stages
@@ -106,27 +166,3 @@ def peak_stash(schedule: Schedule) -> tuple[int, ...]:
                 held[op.stage] += (op.kind in OPENS_STASH) - ends_stash(op)
                 peaks[op.stage] = max(peaks[op.stage], held[op.stage])
     return tuple(peaks)
-
-
-def idle_places(schedule: Schedule) -> str | None:
-    """A sentence for the user if a stage has more activation slots than sets to hold; None: no stage has.
-
-    One number for all stages is too large only if it is too large for each of them.
-    """
-    policy, held = schedule.policy, peak_stash(schedule)
-    if policy.mode is Mode.NEVER or policy.sets is None or max(held, default=0) == 0:
-        return None
-    if not isinstance(policy.sets, tuple):
-        too_many, who, most = policy.sets > max(held), "no stage has", max(held)
-    else:
-        stage = next((s for s, (size, count) in enumerate(zip(policy.sets, held)) if size > count > 0), None)
-        too_many, who, most = stage is not None, f"stage {stage} never has", held[stage or 0]
-    if not too_many:
-        return None
-    sets = list(policy.sets) if isinstance(policy.sets, tuple) else policy.sets
-    effect = (
-        "with as many slots nothing is recomputed there, as with recompute.mode=never"
-        if policy.keeps
-        else ("more slots change nothing")
-    )
-    return f"recompute.sets={sets}: {who} more than {most} microbatches between F and B; {effect}"

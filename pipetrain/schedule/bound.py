@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.kinds import PASS_SEQUENCES, Direction, Kind
+from pipetrain.schedule.kinds import OFFLOAD, PASS_SEQUENCES, Direction, Kind
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.placement import Placement, stage_ranks_of
-from pipetrain.schedule.policy import Mode, RecomputePolicy
+from pipetrain.schedule.policy import Mode, Offload, RecomputePolicy
 from pipetrain.schedule.reduce import reduces_of
 from pipetrain.schedule.schedule import Schedule
 
+Choice = tuple[int, int]  # how many sets of a stage are kept, and how many are offloaded; the others are recomputed
 Way = tuple[Kind, ...]  # the kinds of ops that make up the backward of a microbatch
 
 
@@ -29,21 +30,29 @@ def bound(
 ) -> float:
     """A lower bound, in seconds, on the step of every order. `bound_of` gives it for the sets that one schedule keeps.
 
-    It assumes that every stage before the last runs a second F before its first backward. So such a stage recomputes every set that
-    it does not keep. `split_backward`: every backward is an I and a W, not a B.
+    It assumes that every stage before the last runs a second F before its first backward. Then no B comes right after its own F, which would
+    keep a set at no cost, and the stage recomputes each set that it does not keep. `split_backward`: every backward is an I and a W, not a B.
 
-    The proof is that of `bound_of`, but n_kept(s) is not known here; `policy` says which numbers a stage may keep. A kept set needs
-    more slot-time, a recomputed one needs time for R. T is the least time for which each stage has a number that fits in both respects.
+    The proof is that of `bound_of`, but n_kept(s) is not known here; `policy` says which numbers a stage may keep. A kept set needs more
+    slot-time, a recomputed one time for R. T is the least time in which each stage has, for some number, time for its slots and its R.
     """
     wanted = RecomputePolicy.of(policy)
     wanted.check_stages(costs.num_stages)
     way = PASS_SEQUENCES[Direction.BACKWARD][-1 if split_backward else 0]
     ways = [Counter({way: num_microbatches})] * costs.num_stages
     links = _Links(costs, stage_ranks_of(placement, costs.num_stages, num_ranks), first_backward, ways, wanted)
-    stages = range(costs.num_stages)
-    return _least_time(
-        links, num_microbatches, [_numbers_kept(wanted, num_microbatches, s, is_last=s == stages[-1]) for s in stages]
-    )
+    choices: list[Sequence[Choice]] = []
+    for stage in range(costs.num_stages):
+        at_once = wanted.keeps_at_once(stage) and (stage == costs.num_stages - 1 or num_microbatches == 1)
+        if wanted.mode is Mode.NEVER or at_once:
+            choices.append([(num_microbatches, 0)])
+        elif wanted.offload is Offload.ALWAYS:
+            choices.append([(0, num_microbatches)])
+        elif wanted.offloads:
+            choices.append([links.best_of(stage, number, num_microbatches) for number in range(num_microbatches + 1)])
+        else:
+            choices.append([(number, 0) for number in range(num_microbatches + 1 if wanted.keeps else 1)])
+    return _least_time(links, num_microbatches, choices)
 
 
 def bound_of(schedule: Schedule, costs: Costs) -> float:
@@ -54,13 +63,13 @@ def bound_of(schedule: Schedule, costs: Costs) -> float:
     microbatch still runs B and hops on the stages before. After the F of a stage without a B, it still runs to the last stage and
     back. So all the work of a rank lies between the least head and the least tail of its stages, one op at a time: T >= head + work
     + tail. A link carries its m tensors one after the other, which gives the same inequality for links. T is at least the greatest of these.
-    For equal stages this is max((m+p-1)(f+b) + 2(p-1)c, max_s[(m+s)(f+b) + 2sc + n_rec(s) r]).
+    For equal stages (s keeps n_kept(s) sets, recomputes n_rec(s)): max((m+p-1)(f+b) + 2(p-1)c, max_s[(m+s)(f+b) + 2sc + n_rec(s) r]).
 
     Split backward. Each tail has I in place of B, and ends with the W of the step's last microbatch. All F, R and I of a rank come
-    before its last I. So do its W, except for the sets that are alive at that I: with K slots, at most K per stage. So T >= head + work
+    before its last I. Its W come before it too, but for those of the sets alive at it: at most K per stage, with K slots. So T >= head + work
     - K w + tail. Nothing has to follow a W: T >= head + work. Each microbatch also runs a W on each stage s: T >= (the time until its I
     there ends) + w. If a stage has backwards of both forms, B and I W, the time of one microbatch is that of the shorter form.
-    For equal stages with K = m this is max((m+p-1)(f+i) + w + 2(p-1)c, max_s[s(f+c) + m(f+i+w) + n_rec(s) r]), and more.
+    For equal stages with K = m this is at least max((m+p-1)(f+i) + w + 2(p-1)c, max_s[s(f+c) + m(f+i+w) + n_rec(s) r]).
 
     Slot-time. A kept set holds an activation slot of its stage from the start of F to the end of the backward. This takes at least
     L = f + the round trip through the later stages + b. A recomputed set holds a slot from the start of R, which the rank runs before
@@ -69,6 +78,10 @@ def bound_of(schedule: Schedule, costs: Costs) -> float:
     recomputed set take their shares of r + b one after the other, so the second term stays. With a split backward the inequality holds
     twice: with b = i and this tail, and with b = i + w and a tail of 0.
 
+    Copies. An offloaded set holds a slot from F to the end of its copy down and from the start of its copy up to the end of the backward, at
+    least f + 2 o + b: n_kept L + n_off (f + 2 o + b) + n_rec (r + b) <= K (T - head - tail). A lane copies one set at a time, the first of
+    them after an F. After the last copy down come a copy up and a backward: T >= head + f + (n_off + 1) o + b + tail, where n_off > 0.
+
     Gradients. A REDUCE_GRAD of stage s comes after all F, R and backwards of s. Those of one stage run one after the other:
     T >= head_s + work of s + reduces of s. A REDUCE_GRAD also comes after the whole path of one microbatch, from stage 0 to the end of its
     backward on s: T >= that path + reduces of s. If s has parts, the REDUCE_GRAD of part k comes after all F, and after R and B of part k and
@@ -76,16 +89,9 @@ def bound_of(schedule: Schedule, costs: Costs) -> float:
     """
     ways, reduces = _ways_back(schedule), reduces_of(schedule)
     links = _Links(costs, schedule.stage_ranks, schedule.first_backward, ways, schedule.policy, reduces)
-    kept = Counter(stage for stage, _ in schedule.kept)
-    return _least_time(links, schedule.num_microbatches, [(kept[stage],) for stage in range(schedule.num_stages)])
-
-
-def _numbers_kept(policy: RecomputePolicy, microbatches: int, stage: int, *, is_last: bool) -> Sequence[int]:
-    """How many sets a stage may keep, ascending."""
-    at_once = policy.keeps_at_once(stage) and (is_last or microbatches == 1)
-    if policy.mode is Mode.NEVER or at_once:
-        return (microbatches,)
-    return range(microbatches + 1) if policy.keeps else (0,)
+    kept, away = (Counter(stage for stage, _ in sets) for sets in (schedule.kept, schedule.offloaded))
+    choices = [[(kept[stage], away[stage])] for stage in range(schedule.num_stages)]
+    return _least_time(links, schedule.num_microbatches, choices)
 
 
 def _ways_back(schedule: Schedule) -> list[Counter[Way]]:
@@ -94,7 +100,7 @@ def _ways_back(schedule: Schedule) -> list[Counter[Way]]:
     for stage in range(schedule.first_backward, schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
             ops = schedule.way(Direction.BACKWARD, stage, microbatch)
-            found[stage][tuple(dict.fromkeys(op.kind for op in ops))] += 1  # parts of a B take what it takes
+            found[stage][tuple(dict.fromkeys(op.kind for op in ops))] += 1  # all parts of a B take as long as B
     return found
 
 
@@ -143,7 +149,7 @@ class _Links:
         self.hop_backward = [
             costs.hop_backward[edge] if crossing[edge] and edge >= first_backward else 0.0 for edge in edges
         ]
-        self.recompute = costs.recompute
+        self.recompute, self.copy = costs.recompute, costs.of(OFFLOAD)
         self.places = [policy.places_of(stage) for stage in range(len(stage_ranks))]
         self.parts = [policy.num_parts(stage) for stage in range(len(stage_ranks))]
         self.reduces = _reduces_by_stage(costs, policy, tuple(reduces))
@@ -173,8 +179,9 @@ class _Links:
             return self.beyond(stage) + self.end()
         return sum(self.turn[:stage]) + sum(self.hop_backward[:stage]) + self.end()
 
-    def in_places(self, stage: int, kept: int, recomputed: int) -> float:
-        """The least step, in seconds, in which the slots of `stage` have time for so many kept and recomputed sets."""
+    def in_places(self, stage: int, kept: int, away: int, recomputed: int) -> float:
+        """The least step, in seconds, in which the slots of `stage` have time for so many kept, offloaded and recomputed sets, and its copies
+        for those that are offloaded."""
         places = self.places[stage]
         if places is None:
             return 0.0
@@ -186,8 +193,20 @@ class _Links:
         ):
             in_parts = recomputed * (self.recompute[stage] + backward)
             lives = self.parts[stage] * kept * (way + backward) + in_parts
-            least = max(least, self.head(stage) + lives / places + outside)
+            lives += away * (self.forward[stage] + 2 * self.copy[stage] + backward)
+            copies = self.forward[stage] + (away + 1) * self.copy[stage] + backward if away else 0.0
+            least = max(least, self.head(stage) + max(lives / places, copies) + outside)
         return least
+
+    def best_of(self, stage: int, number: int, microbatches: int) -> Choice:
+        """How many of the `number` sets that are not recomputed to keep and to offload, for the least step in which they fit."""
+
+        def seconds(away: int) -> float:
+            return self.in_places(stage, number - away, away, microbatches - number)
+
+        # With each offloaded set the slots get emptier, if at all, and the copies more: the least lies where the two meet.
+        falls = bisect.bisect_left(range(number), True, key=lambda away: seconds(away + 1) >= seconds(away))
+        return number - falls, falls
 
     def end(self) -> float:
         """Seconds from the step's last turn to its end: the rest of that backward, and the REDUCE_GRAD of its stage."""
@@ -196,12 +215,16 @@ class _Links:
         return self.after[self.first_backward] + self.reduce.get(self.first_backward, 0.0)
 
 
-def _least_time(links: _Links, microbatches: int, numbers_kept: Sequence[Sequence[int]]) -> float:
-    """The least T for which each stage can keep a number of sets that leaves time for all the work and slots for all sets."""
+def _least_time(links: _Links, microbatches: int, choices: Sequence[Sequence[Choice]]) -> float:
+    """The least T for which each stage has a choice of sets that leaves time for all the work and slots for all sets."""
     stages = range(links.first_backward, len(links.stage_ranks))
-    # Per stage the slot-time of each number, and the number. A longer step has room for more kept sets, hence less work.
+    # Per stage and choice: the least step for its slots, and how many sets it does not recompute. A longer step has room for more of these, hence
+    # less work.
     in_places = {
-        stage: [(links.in_places(stage, kept, microbatches - kept), kept) for kept in numbers_kept[stage]]
+        stage: [
+            (links.in_places(stage, kept, away, microbatches - kept - away), kept + away)
+            for kept, away in choices[stage]
+        ]
         for stage in stages
     }
     least = max((min(seconds for seconds, _ in options) for options in in_places.values()), default=0.0)
@@ -233,7 +256,7 @@ def _bound(links: _Links, microbatches: int, recompute: Sequence[float]) -> floa
             work = microbatches * links.forward[stage] + share * (links.backward[stage] + recompute[stage])
             back = links.forward[stage] + links.beyond(stage) + share * (links.turn[stage] + links.after[stage])
             least = max(least, links.head(stage) + max(work, back) + seconds)
-    for hop in (*links.hop_forward, *links.hop_backward):  # the tensors of one link, between the first's and last's way
+    for hop in (*links.hop_forward, *links.hop_backward):  # one microbatch's path, and m - 1 more tensors on the link
         least = max(least, way + (microbatches - 1) * hop)
     return least
 

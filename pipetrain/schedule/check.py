@@ -6,22 +6,23 @@ what is wrong; its docstring is the sentence that the error shows.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from pipetrain.schedule.alive import peak_sets, peak_stash
+from pipetrain.schedule.alive import peak_on_host, peak_sets, peak_stash
 from pipetrain.schedule.families import Shape
 from pipetrain.schedule.graph import find_cycle
 from pipetrain.schedule.grid import grid
 from pipetrain.schedule.kinds import (
+    COPY_LANES,
     MESSAGE_LANES,
+    OFFLOAD,
     PASS_SEQUENCES,
     RECOMPUTE,
     REDUCING,
+    RELOAD,
     Direction,
-    kinds_where,
 )
 from pipetrain.schedule.launches import recomputed_too_early
 from pipetrain.schedule.messages import giver_of, partner_of, reads_boundary, send_of, source_of
@@ -54,27 +55,14 @@ def check(schedule: Schedule) -> None:
             raise ScheduleError(f"{sentence}\n{op}: {violation}\n{grid(schedule, op)}")
 
 
-def refuse_unknown_kinds(schedule: Schedule) -> None:
-    """Refuse, before a run starts, a schedule that can be drawn and simulated but not executed.
-
-    Raises:
-        ValueError: an op of a kind that the executor does not know.
-    """
-    unknown = next((op for _, _, op in schedule.ops() if not op.kind.row.runs), None)
-    if unknown is not None:
-        known = kinds_where(lambda row: row.runs)
-        raise ValueError(
-            f"{unknown}: the runtime does not run {unknown.kind} yet, only {', '.join(kind for kind in Kind if kind in known)}; "
-            "give a schedule without it"
-        )
-
-
 def check_calls(schedule: Schedule, on_call: object) -> None:
-    """Refuse, before a run starts, a schedule with a CALL where `on_call`, the function that it calls, is None.
+    """Refuse, before a run starts, a schedule with a CALL where `on_call`, the function that it calls, is None; and one with copies.
 
     Raises:
-        ValueError: the function is missing.
+        ValueError: the function is missing, or the run cannot copy.
     """
+    if schedule.offloaded:
+        raise ValueError("recompute.offload: only `pipetrain show` knows it so far; train with recompute.offload=none")
     call = next((op for _, _, op in schedule.ops() if op.kind.row.calls), None)
     if call is not None and on_call is None:
         raise ValueError(
@@ -84,8 +72,8 @@ def check_calls(schedule: Schedule, on_call: object) -> None:
 
 def violation_of(op: Op, rank: int, shape: Shape) -> str | None:
     """Why `op`, of a generator or a file, may not stand on the compute lane of `rank`; None: it may."""
-    if not op.kind.computes or op.peer is not None:
-        return "is no op of a compute lane; allowed are stage, F, R, B, I, W or CALL, and microbatch, as in 2F0"
+    if not (op.kind.computes or op.kind.row.lane in COPY_LANES) or op.peer is not None:
+        return "is no op of a compute lane; allowed are stage, F, R, B, I, W, OFFLOAD, RELOAD or CALL, and microbatch, as in 2F0"
     return _place_violation(op, rank, shape)
 
 
@@ -98,7 +86,7 @@ def _place_violation(op: Op, rank: int, shape: Shape) -> str | None:
         allowed = f"0 to {microbatches - 1} (pipeline.num_microbatches={microbatches})"
         return f"is of microbatch {op.microbatch}; allowed are {allowed}"
     if shape.stage_ranks[op.stage] != rank:
-        return f"stands in the line of rank {rank}, but stage {op.stage} lives on rank {shape.stage_ranks[op.stage]}"
+        return f"stands in the line of rank {rank}, but stage {op.stage} lives on rank {shape.stage_ranks[op.stage]} (pipeline.placement)"
     return _segment_violation(op, shape.parts_of(op.stage)) if has_microbatch else None
 
 
@@ -128,9 +116,7 @@ def each_op_in_its_place(schedule: Schedule) -> Iterator[Violation]:
     shape = Shape(schedule.stage_ranks, schedule.num_microbatches, num_parts=parts)
     for rank, lane, op in schedule.ops():
         per_stage = op.kind.row.per_stage
-        if op.kind.row.cost is None and not op.kind.row.runs:
-            yield op, f"the executor does not know {op.kind} yet"
-        elif per_stage and (op.microbatch is not None or op.part is None):
+        if per_stage and (op.microbatch is not None or op.part is None):
             yield op, "is not spelled with a bucket, as 3REDUCE_GRAD.0, or 3REDUCE_GRAD.0>0 with another stage"
         elif not per_stage and op.peer is not None:
             yield op, "the executor does not know ops of this form"
@@ -177,7 +163,7 @@ def _incomplete(schedule: Schedule, direction: Direction, first_stage: int) -> I
 
 
 def each_set_kept_or_recomputed(schedule: Schedule) -> Iterator[Violation]:
-    """Each set is kept from F to the end of its backward, or recomputed by one R (one R per part), as the policy says.
+    """Each set is kept from F to the end of its backward, recomputed by one R (one R per part) or copied, as the policy says.
 
     If R runs in parts, B runs in parts as well. After a kept set B may run whole or in parts.
     """
@@ -193,7 +179,7 @@ def each_set_kept_or_recomputed(schedule: Schedule) -> Iterator[Violation]:
                 yield op, "recompute.mode=never keeps every set, this one is not kept"
             elif place in schedule.kept and place in recomputed:
                 yield op, "the set is kept, so there is nothing to recompute"
-            elif place not in schedule.kept:
+            elif place not in schedule.kept and place not in schedule.offloaded:
                 expected = in_parts(op, schedule.policy.num_parts(stage))
                 yield from ((one, "is missing: the set is not kept") for one in expected if one not in present)
                 first, *_ = schedule.way(Direction.BACKWARD, stage, microbatch)
@@ -205,6 +191,27 @@ def each_set_kept_or_recomputed(schedule: Schedule) -> Iterator[Violation]:
                 schedule.way(Direction.FORWARD, stage, microbatch)[0],
                 "is said to be kept, but is not in the schedule",
             )
+
+
+def each_copy_comes_back(schedule: Schedule) -> Iterator[Violation]:
+    """A set that goes to host memory comes back by one RELOAD, and is neither kept nor recomputed."""
+    reloads = {op for _, _, op in schedule.ops() if op.kind is RELOAD}
+    recomputed = {(op.stage, op.microbatch) for _, _, op in schedule.ops() if op.kind is RECOMPUTE}
+    for stage, microbatch in schedule.offloaded:
+        down, up = Op(stage, OFFLOAD, microbatch), Op(stage, RELOAD, microbatch)
+        if up not in reloads:
+            yield up, f"is missing: {down} takes the set to the host"
+        if stage < schedule.first_backward or (stage, microbatch) in schedule.kept | recomputed:
+            yield down, "the set is kept, recomputed or never read, so there is nothing to copy"
+    for up in reloads:
+        if (up.stage, up.microbatch) not in schedule.offloaded:
+            yield up, "nothing took its set to the host"
+    own = {op for _, _, op in schedule.ops() if op.kind.computes or op.kind.row.lane in COPY_LANES}
+    listed = {op for ops in schedule.order for op in ops}
+    yield from (
+        (op, "is not both in a lane and in the order of places")
+        for op in (own ^ listed if own & reloads or listed else ())
+    )
 
 
 def each_message_has_two_ends(schedule: Schedule) -> Iterator[Violation]:
@@ -298,23 +305,25 @@ def each_wait_is_for_an_op(schedule: Schedule) -> Iterator[Violation]:
 
 def each_op_after_what_it_reads(schedule: Schedule) -> Iterator[Violation]:
     """An op comes after the ops whose results it reads: by the order of its queue, its own wait, or the wait of an op before it."""
-    places: dict[Op, tuple[tuple[int, Queue], int]] = {}
+    places: dict[Op, tuple[int, int]] = {}  # the number of its queue, and its place there
     queues: dict[tuple[int, Queue], list[Op]] = {}
+    numbers: dict[tuple[int, Queue], int] = {}
     for rank, lane, op in schedule.ops():
         queue = rank, queue_of(lane, op)
         ops = queues.setdefault(queue, [])
-        places[op] = queue, len(ops)
+        places[op] = numbers.setdefault(queue, len(numbers)), len(ops)
         ops.append(op)
-    for own, ops in queues.items():
-        ended: dict[tuple[int, Queue], int] = {}  # per queue, the last of its ops that has ended before this one starts
+    for own, ops in enumerate(queues.values()):
+        ended = [-1] * len(queues)  # per queue, the last of its ops that has ended before this one starts
         for number, op in enumerate(ops):
-            ended[own] = number - 1  # messages: started, and whatever that one waited for has ended
+            ended[own] = number - 1  # a message has only started, but all that it waited for has ended
             for awaited in schedule.waits.get(op, ()):
                 other, place = places[awaited]
-                ended[other] = max(place, ended.get(other, -1))
+                if place > ended[other]:
+                    ended[other] = place
             for source in _reads(schedule, op):
-                other, place = places.get(source, (own, -1))  # none of a kind that this microbatch does without
-                if place > ended.get(other, -1):
+                other, place = places.get(source, (own, -1))  # -1: the microbatch has no op of that kind
+                if place > ended[other]:
                     yield op, f"does not wait for {source}"
 
 
@@ -331,9 +340,10 @@ def _reads(schedule: Schedule, op: Op) -> Iterator[Op]:
     if source is not None:
         yield source
     if row.needs_set and op.part is not None and not reads_boundary(schedule, op):
-        yield dataclasses.replace(op, part=op.part + 1)
+        yield op._replace(part=op.part + 1)
     if row.needs_set and (op.stage, op.microbatch) not in schedule.kept:
-        yield Op(op.stage, RECOMPUTE, op.microbatch, op.part)
+        brings = RELOAD if (op.stage, op.microbatch) in schedule.offloaded else RECOMPUTE
+        yield Op(op.stage, brings, op.microbatch, op.part)
     if op.kind is RECOMPUTE and schedule.policy.mode is Mode.INLINE:
         gradient = source_of(schedule, read_by(schedule, op)[0])
         if gradient is not None:
@@ -356,7 +366,7 @@ def _cycle(cycle: list[Op]) -> Iterator[Violation]:
 
 
 def each_op_is_launched(schedule: Schedule) -> Iterator[Violation]:
-    """A rank that launches ahead launches each op once, after the ops that it waits for and the op before it in its queue."""
+    """A host that launches ops ahead of its device launches each op once, after the ops that it waits for and the op before it in its queue."""
     if not schedule.launch_order:
         return
     home = {op: rank for rank, _, op in schedule.ops()}
@@ -379,7 +389,7 @@ def each_op_is_launched(schedule: Schedule) -> Iterator[Violation]:
 def launched_in_one_order(schedule: Schedule) -> Iterator[Violation]:
     """There is no deadlock, even if an op waits for all that its rank has launched before, because a host waits for its device.
 
-    Streams that share a queue of the hardware may wait in this way too, and so may transfers: NCCL promises to run only one at a time.
+    Streams that share a queue of the hardware may wait in this way too. So may transfers: NCCL does not promise to run two at the same time.
     The rule holds if all ops have one order, in which a message is one op, and each rank launches its own ops in it.
     """
     if schedule.launch_order:
@@ -387,7 +397,7 @@ def launched_in_one_order(schedule: Schedule) -> Iterator[Violation]:
 
 
 def each_recompute_gets_free_memory(schedule: Schedule) -> Iterator[Violation]:
-    """An R that is launched after an op that reads a set also runs after it on the device, because it may get that set's memory."""
+    """An R that is launched after an op that reads a set also runs after that op on the device, because R may get the set's memory."""
     for op, reader in recomputed_too_early(schedule):
         yield op, f"is launched behind {reader}, but does not come after it"
 
@@ -401,6 +411,15 @@ def sets_within_bounds(schedule: Schedule) -> Iterator[Violation]:
             of = " of one part each" if schedule.policy.in_parts else ""
             fault = f"stage {stage} may have {peak.sets:g} sets alive, its activation slots{of} are {places}"
             yield peak.op, f"{fault}; use recompute.sets={peak.sets:g}{for_stage}, or an order with fewer"
+
+
+def host_sets_within_bounds(schedule: Schedule) -> Iterator[Violation]:
+    """A stage never has more sets in host memory than it may."""
+    for stage in range(schedule.num_stages):
+        allowed = schedule.policy.host_sets_of(stage)
+        held, op = (0, None) if allowed is None else peak_on_host(schedule, stage)
+        if op is not None and allowed is not None and held > allowed:
+            yield op, f"stage {stage} may have {held} sets in host memory, allowed are {allowed}"
 
 
 def stash_within_bounds(schedule: Schedule) -> Iterator[Violation]:
@@ -420,6 +439,7 @@ RULES: tuple[Rule, ...] = (
     each_forward,
     each_backward,
     each_set_kept_or_recomputed,
+    each_copy_comes_back,
     each_message_has_two_ends,
     each_shared_gradient,
     each_gradient_of_replicas,
@@ -432,5 +452,6 @@ RULES: tuple[Rule, ...] = (
     launched_in_one_order,
     each_recompute_gets_free_memory,
     sets_within_bounds,
+    host_sets_within_bounds,
     stash_within_bounds,
 )

@@ -1,4 +1,4 @@
-"""What each op of a schedule costs: the one record that generators, the simulator and the bound read."""
+"""What each op of a schedule costs: the one record that the passes, the search, the simulator and the bound read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipetrain.schedule.kinds import Kind
+from pipetrain.schedule.kinds import COPY_LANES, Kind
 
 Spread = float | Sequence[float]
 
@@ -26,6 +26,8 @@ class Costs:
 
     `reduce` is the time in which a stage sums all its gradients over the replicas, one entry per stage; empty: 0 s. A part takes its
     share of it (`share_of`). `reduce_shared` is the time to sum a bucket with another stage; empty: as `reduce`.
+
+    `offload` is the time to copy a set to host memory, or back, one entry per stage; empty: as long as F.
 
     `input_gradient` and `weight_gradient` are I and W, into which a schedule may split B; empty: half of B each.
 
@@ -47,6 +49,7 @@ class Costs:
     kept_share: tuple[float, ...] = ()
     reduce: tuple[float, ...] = ()
     reduce_shared: tuple[float, ...] = ()
+    offload: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -63,18 +66,15 @@ class Costs:
     def of(self, kind: Kind, to_stage: bool = False) -> tuple[float, ...]:
         """Seconds of an op of `kind`, per stage. With `to_stage` the op names another stage (`Op.peer`). A message takes the same time at
         both ends, and 0 on a stage that has none or where no time is known.
-
-        Raises:
-            ValueError: nothing runs ops of this kind yet.
         """
         row = kind.row
         if row.cost is None:
-            if not row.runs:
-                raise ValueError(f"{kind} has no cost: nothing runs such an op yet")
             return (0.0,) * self.num_stages
         seconds: tuple[float, ...] = getattr(self, row.cost)
         if row.per_stage:
             return (to_stage and self.reduce_shared) or seconds or (0.0,) * self.num_stages
+        if row.lane in COPY_LANES:
+            return seconds or self.forward
         if row.peer_kind is None:
             return seconds or tuple(backward / 2 for backward in self.backward)
         return (*seconds, 0.0) if row.uses_edge_after else (0.0, *seconds)
@@ -92,9 +92,10 @@ class Costs:
         input_share: Spread | None = None,
         kept_share: Spread | None = None,
         reduce: Spread | None = None,
+        offload: Spread | None = None,
     ) -> Costs:
         """Costs from numbers: one number for all stages (for `hop`: all edges), or a list with one for each. If None, `input_gradient` and
-        `weight_gradient` are half of B, the shares are unknown, and `reduce` takes no time.
+        `weight_gradient` are half of B, the shares are unknown, `reduce` takes no time, and `offload` that of F.
 
         Raises:
             ValueError: a list of the wrong length, or a number that is negative, nan or infinite; the message names the key as `show` spells it.
@@ -113,15 +114,9 @@ class Costs:
             return values
 
         hops = fill("hop_seconds", hop, num_stages - 1, "edge between stages")
-        return Costs(
-            forward=fill("forward_seconds", forward, num_stages, "stage"),
-            backward=fill("backward_seconds", backward, num_stages, "stage"),
-            recompute=fill("recompute_seconds", recompute, num_stages, "stage"),
-            hop_forward=hops,
-            hop_backward=hops,
-            input_gradient=fill("input_gradient_seconds", input_gradient, num_stages, "stage"),
-            weight_gradient=fill("weight_gradient_seconds", weight_gradient, num_stages, "stage"),
-            input_share=fill("input_share", input_share, num_stages, "stage"),
-            kept_share=fill("kept_share", kept_share, num_stages, "stage"),
-            reduce=fill("reduce_seconds", reduce, num_stages, "stage"),
-        )
+        times = {"forward": forward, "backward": backward, "recompute": recompute, "reduce": reduce, "offload": offload}
+        times |= {"input_gradient": input_gradient, "weight_gradient": weight_gradient}
+        given = {f"{name}_seconds": time for name, time in times.items()}
+        given |= {"input_share": input_share, "kept_share": kept_share}
+        filled = {key.removesuffix("_seconds"): fill(key, value, num_stages, "stage") for key, value in given.items()}
+        return Costs(hop_forward=hops, hop_backward=hops, **filled)

@@ -4,12 +4,15 @@
     1F0,1I0,1F1,1W0,1I1,1W1         I and W are the halves of a B
     0F0,0R0.1,0B0.1,0R0.0,0B0.0     with recompute.segments=2 R and B of each part, from the last
 
-torch's own runtime can read a file without R. If a file has R, these sets are recomputed and all others are kept. If it has none,
-the policy decides, unless the first line is the word
+    0F0,0F1,0OFFLOAD0,0F2,0RELOAD0,0B0   copies of a set to host memory and back; 0OFFLOAD0 stands where it ends
+
+torch's own runtime can read a file without R and copies. If a file has R or copies, their sets are recomputed or offloaded, and all
+others are kept. If it has none, the policy decides, unless the first line is the word
 
     keep                            all sets are kept
 
-torch's DualPipeV writes (0F3;3B1)OVERLAP_F_B for an F and a B whose kernels run at the same time. It is read as F, then B.
+torch's DualPipeV writes (0F3;3B1)OVERLAP_F_B for an F and a B whose kernels run at the same time. A rank runs one op at a time here, so such
+a cell is refused.
 """
 
 from __future__ import annotations
@@ -17,27 +20,24 @@ from __future__ import annotations
 import csv
 import io
 import itertools
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from pipetrain.schedule.check import violation_of
 from pipetrain.schedule.families import AUTO, ComputeLanes, Shape
-from pipetrain.schedule.kinds import PASS_SEQUENCES, RECOMPUTE, Direction
+from pipetrain.schedule.kinds import COPY_LANES, PASS_SEQUENCES, RECOMPUTE, Direction
 from pipetrain.schedule.op import Lane, Op
-from pipetrain.schedule.placement import spelling_of
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.recompute import AllKept, order_of, with_recompute
 from pipetrain.schedule.schedule import Schedule, in_parts
 
 _ALL_KEPT = "keep"  # the line that says so
 _PAIR = "OVERLAP_F_B"
-_PAIRED = re.compile(rf"\(([^();]+);([^();]+)\){_PAIR}")
 
 
 def write_csv(schedule: Schedule) -> str:
     """The text of the file. An R on its own lane is written before its B or I; in the family `auto`, where it may start."""
-    if schedule.family == AUTO:
+    if schedule.family == AUTO or schedule.order:
         return csv_of_order(order_of(schedule))
     recomputed = {(op.stage, op.microbatch) for _, lane, op in schedule.ops() if lane is Lane.RECOMPUTE}
     compute = (schedule.lane(rank, Lane.COMPUTE) for rank in range(schedule.num_ranks))
@@ -87,7 +87,6 @@ def order_of_csv(text: str, path: str, shape: Shape) -> ComputeLanes:
         raise ValueError(
             f"{path}: has {len(rows)} lines of ops; allowed is one per rank, which makes {shape.num_ranks}"
         )
-    _check_placement(path, rows, shape)
     for rank, row in enumerate(rows):
         places: dict[Op, str] = {}
         for place, op in row:
@@ -106,34 +105,6 @@ def order_of_csv(text: str, path: str, shape: Shape) -> ComputeLanes:
     return AllKept(lanes) if all_kept else lanes
 
 
-def _check_placement(path: str, rows: Sequence[Sequence[tuple[str, Op]]], shape: Shape) -> None:
-    """Refuse a file whose stages are on other ranks than those of this placement."""
-    ranks_of: dict[int, set[int]] = {stage: set() for stage in range(shape.num_stages)}
-    for rank, row in enumerate(rows):
-        for _, op in row:
-            ranks_of.setdefault(op.stage, set()).add(rank)
-    if len(ranks_of) > shape.num_stages or any(len(ranks) != 1 for ranks in ranks_of.values()):
-        return  # some op is wrong, whatever the placement
-    there = [min(ranks) for _, ranks in sorted(ranks_of.items())]
-    if tuple(there) != shape.stage_ranks:
-        wanted = f"pipeline.placement={spelling_of(shape.stage_ranks)} on {list(shape.stage_ranks)}"
-        raise ValueError(
-            f"{path}: has its stages on ranks {there}, {wanted}; set pipeline.placement={spelling_of(there).replace(' ', '')}"
-        )
-
-
-def pairs_in_csv(path: str) -> str | None:
-    """A sentence for the user where a file has pairs of ops that overlap in torch's runtime, and not in this one."""
-    if not path.endswith(".csv") or not Path(path).is_file():
-        return None
-    pairs = len(_PAIRED.findall(_text(Path(path))))
-    if not pairs:
-        return None
-    return (
-        f"{path}: {pairs} cells with {_PAIR} are read as F, then B, one after the other: a rank runs one op at a time"
-    )
-
-
 def _rows(text: str, path: str) -> tuple[list[list[tuple[str, Op]]], bool]:
     """For each line that has a cell, its ops with their positions (file, line and cell); and whether the file keeps all sets."""
     lines = [(line, cells) for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1) if cells]
@@ -141,7 +112,7 @@ def _rows(text: str, path: str) -> tuple[list[list[tuple[str, Op]]], bool]:
     rows = []
     for line, cells in lines[1:] if all_kept else lines:
         places = [(f"{path}, line {line}, cell {number}", cell) for number, cell in enumerate(cells, start=1)]
-        rows.append([(place, op) for place, cell in places if cell.strip() for op in _ops_of(place, cell)])
+        rows.append([(place, _op_of(place, cell)) for place, cell in places if cell.strip()])
     return rows, all_kept
 
 
@@ -152,25 +123,18 @@ def _text(path: Path) -> str:
         raise ValueError(f"pipeline.schedule={str(path)!r} cannot be read: {error}") from None
 
 
-def _ops_of(place: str, cell: str) -> tuple[Op, ...]:
-    """The op of a cell, or the two of a pair."""
-    pair = _PAIRED.fullmatch(cell.strip())
-    if pair is None:
-        return (_parsed(place, cell),)
-    first, second = (_parsed(place, one) for one in pair.groups())
-    if (first.kind.row.direction, second.kind.row.direction) != (Direction.FORWARD, Direction.BACKWARD):
-        raise ValueError(f"{place}: {cell.strip()!r}: {_PAIR} joins an F and then a B or an I, as in (0F3;3B1){_PAIR}")
-    return first, second
-
-
-def _parsed(place: str, cell: str) -> Op:
+def _op_of(place: str, cell: str) -> Op:
+    if _PAIR in cell:
+        raise ValueError(
+            f"{place}: {cell.strip()!r}: a rank runs one op at a time; write the F and the B of an {_PAIR} as two cells, in this order"
+        )
     try:
         op = Op.parse(cell)
     except ValueError:
         op = None
-    if op is None or not op.kind.computes or op.peer is not None:
+    if op is None or not (op.kind.computes or op.kind.row.lane in COPY_LANES) or op.peer is not None:
         raise ValueError(
-            f"{place}: {cell!r} is no op of a schedule file; allowed are stage, F, R, B, I, W or CALL, and microbatch, as in 2F0"
+            f"{place}: {cell!r} is no op of a schedule file; allowed are stage, F, R, B, I, W, OFFLOAD, RELOAD or CALL, and microbatch, as in 2F0"
         )
     return op
 

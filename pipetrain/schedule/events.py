@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ class OpEvent:
 
     A RECV starts when it is posted and ends when the tensor has arrived; a SEND ends when its tensor has left. A REDUCE_GRAD starts
     when its stage's gradients are whole, and ends when it has the sum.
+
+    Between the op before and this one the rank's thread ran for `ran_seconds`, waited for a message for `waited_seconds`, and was ready and
+    not run for `stalled_seconds`. They are measured where a host does not run ahead of its device, and 0 elsewhere.
     """
 
     rank: int
@@ -23,6 +27,9 @@ class OpEvent:
     op: Op
     start: float
     end: float
+    ran_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    stalled_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -32,18 +39,18 @@ class Timeline:
     num_ranks: int
     events: tuple[OpEvent, ...]
 
-    @property
+    @functools.cached_property
     def start(self) -> float:
         """When the first F, R or B of any rank started; of a step without any, the first REDUCE_GRAD."""
         starts = (event.start for event in self.events if event.op.kind.computes)
         return min(starts, default=min((event.start for event in self.events), default=0.0))
 
-    @property
+    @functools.cached_property
     def last_op_end(self) -> float:
         """When the last F, R or B of any rank ended."""
         return max((event.end for event in self.events if event.op.kind.computes), default=0.0)
 
-    @property
+    @functools.cached_property
     def end(self) -> float:
         """When the last F, R or B of any rank ended, or the last REDUCE_GRAD, without which no optimizer may go on."""
         reduced = max((event.end for event in self.events if event.op.kind in REDUCING), default=self.last_op_end)

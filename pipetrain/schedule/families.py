@@ -240,7 +240,7 @@ def zero_bubble_v(shape: Shape) -> ComputeLanes:
     Rank r of p runs F of its first stage 2 (p - r) - 1 times. It alternates F of both stages r times, then runs F I W of its second
     stage p - r times. Then it alternates F I W of both stages until no F is left. The I that remain follow, some with their W. The
     last r W of each stage come at the end. If m is less than 2p, the order is that of 2p, without the missing microbatches.
-    A rank holds 2p sets of half its layers.
+    A rank holds at most 2p sets at once, each of half of its layers.
     """
     ranks = shape.num_ranks
     if shape.stage_ranks != stage_ranks_of("v", 2 * ranks, ranks):

@@ -1,7 +1,7 @@
 """A schedule with numbers for names: what `simulate` and `check` walk over.
 
-Ops are numbered rank by rank and lane by lane. An op comes after its waits and, in `SEND` and `RECV`, after the op
-before it in its queue. The order of `COMPUTE` and `RECOMPUTE` is not in here: see `lanes`.
+Ops are numbered rank by rank and lane by lane. In `after`, an op follows its waits and, in `SEND`, `RECV` and
+`REDUCE`, the op before it in its queue. The order of the other lanes is not in it: see `lanes`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipetrain.schedule.kinds import TRANSFER_LANES
+from pipetrain.schedule.kinds import COPY_LANES, TRANSFER_LANES
 from pipetrain.schedule.messages import partner_of
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
@@ -56,23 +56,18 @@ def op_graph(schedule: Schedule) -> OpGraph:
     for place, op in enumerate(ops):
         awaited = schedule.comes_after(op) if op_lanes[place] in TRANSFER_LANES else schedule.waits.get(op, ())
         num_before[place] += len(awaited)
-        for other in awaited:
-            before = number.get(other)
+        for one in awaited:
+            before = number.get(one)
             if before is not None:
                 after[before].append(place)
-    transfers = [op.kind.row.peer_kind is not None for op in ops]
-    return OpGraph(ops, ranks, op_lanes, transfers, number, after, num_before, _partners(ops, lanes, number), lanes)
-
-
-def _partners(ops: list[Op], lanes: list[dict[Lane, range]], number: dict[Op, int]) -> list[int]:
     partner = [-1] * len(ops)
     for of_rank in lanes:
         for place in (*of_rank[Lane.SEND], *(one for one in of_rank[Lane.REDUCE] if ops[one].peer is not None)):
-            other = number.get(partner_of(ops[place]), -1)
-            partner[place] = other
+            other = partner[place] = number.get(partner_of(ops[place]), -1)
             if other >= 0:
                 partner[other] = place
-    return partner
+    transfers = [op.kind.row.peer_kind is not None for op in ops]
+    return OpGraph(ops, ranks, op_lanes, transfers, number, after, num_before, partner, lanes)
 
 
 def find_cycle(schedule: Schedule, chains: Sequence[Sequence[Op]] = ()) -> list[Op]:
@@ -95,18 +90,21 @@ def find_cycle(schedule: Schedule, chains: Sequence[Sequence[Op]] = ()) -> list[
     path: list[int] = []
     while left is not None and left not in path:
         path.append(left)
-        left = next(iter(_blockers(graph, schedule, left, before.get(left, -1), ended)), None)
+        # what keeps the op from running: its waits, the op before it in its queue or its chain, or the other end of its transfer
+        awaited = (graph.number.get(other, -1) for other in schedule.comes_after(graph.ops[left]))
+        blockers = (*awaited, before.get(left, -1), graph.partner[left])
+        left = next((other for other in blockers if other >= 0 and not ended[other]), None)
     cycle = path[path.index(left) :] if left is not None else path
     return [graph.ops[place] for place in cycle]
 
 
 def run_order(graph: OpGraph, turns: Sequence[Any]) -> list[int]:
-    """The ops that can run, in an order that obeys all waits and queues. Of several that may run next, the one with the least of `turns` is first.
+    """The ops that can run, in an order that obeys all waits and queues. Of several that may run next, the one with the smallest turn is first.
 
-    `turns` has a value per op. The two ends of a transfer come together, the send right before its receive.
+    `turns` has that value for each op. The two ends of a transfer come together, the send right before its receive.
     """
     pending = list(graph.num_before)
-    queues = (lanes[lane] for lanes in graph.lanes for lane in (Lane.COMPUTE, Lane.RECOMPUTE))
+    queues = (lanes[lane] for lanes in graph.lanes for lane in (Lane.COMPUTE, Lane.RECOMPUTE, *COPY_LANES))
     behind = {place: place + 1 for queue in queues for place in queue[:-1]}  # the next op of each lane
     for place in behind.values():
         pending[place] += 1
@@ -127,10 +125,3 @@ def run_order(graph: OpGraph, turns: Sequence[Any]) -> list[int]:
                 if pending[follower] == 0:
                     heapq.heappush(ready, (turns[follower], follower))
     return order
-
-
-def _blockers(graph: OpGraph, schedule: Schedule, place: int, chained: int, ended: list[bool]) -> list[int]:
-    """What keeps an op from running: its waits, the op before it in its queue or its chain, or the other end of its transfer."""
-    awaited = schedule.comes_after(graph.ops[place])
-    candidates = [*(graph.number.get(other, -1) for other in awaited), chained, graph.partner[place]]
-    return [other for other in candidates if other >= 0 and not ended[other]]

@@ -42,8 +42,8 @@ def closed_up(draft: Schedule) -> Schedule:
     def lane(ops: Iterable[Op]) -> Iterator[Op]:
         for op in ops:
             if op.kind in (_WHOLE, _TURN):
-                yield dataclasses.replace(op, kind=_TURN)
-                yield dataclasses.replace(op, kind=_REST)
+                yield op._replace(kind=_TURN)
+                yield op._replace(kind=_REST)
             elif op.kind is not _REST:
                 yield op
 
@@ -51,17 +51,23 @@ def closed_up(draft: Schedule) -> Schedule:
 
 
 def orders_of_w(closed: Schedule, costs: Costs, given: Schedule | None = None) -> tuple[Schedule, ...]:
-    """Orders to choose from: each W right behind its I, or where `given` has it; and each W where its rank would wait."""
+    """Orders to choose from: each W right behind its I, or where `given` has it; and each W where its rank would wait.
+
+    Where an op needs the activation slot that it holds, a W comes earlier than `given` has it.
+    """
     if given is None:
         return closed, _where_ranks_wait(closed, costs, max(peak_stash(closed), default=0))
-    return _as_given(closed, given), _where_ranks_wait(closed, costs, max(peak_stash(given), default=0))
+    number = {op: place for rank in range(given.num_ranks) for place, op in enumerate(_compute(given, rank))}
+    # An R, which the generator did not know of, stands with the I that reads its set.
+    as_given = _put_off(closed, _needs(closed, None), lambda op: number[op] if op in number else number[_turn_of(op)])
+    return as_given, _where_ranks_wait(closed, costs, max(peak_stash(given), default=0))
 
 
 def _where_ranks_wait(closed: Schedule, costs: Costs, most: int) -> Schedule:
     """`closed` with each W where its rank would otherwise wait. W keep the order of their I; the rest come at the end.
 
     A simulated step finds these positions: in it, W are in a lane of their own, which runs when nothing else can. With
-    `recompute.mode=never` sets have no bound, so no stage may hold more than `most`. Otherwise all W would move to the end, and
+    `recompute.mode=never` slots do not limit the sets of a stage, so `most` does. Otherwise all W would move to the end, and
     the last stage of 1F1B would hold every microbatch.
     """
     needs = _needs(closed, most)
@@ -78,19 +84,12 @@ def _where_ranks_wait(closed: Schedule, costs: Costs, most: int) -> Schedule:
     return _put_off(closed, needs, started.__getitem__)
 
 
-def _as_given(closed: Schedule, given: Schedule) -> Schedule:
-    """`closed` with each W where `given` has it, or earlier, where another op needs the activation slot that it holds."""
-    number = {op: place for rank in range(given.num_ranks) for place, op in enumerate(_compute(given, rank))}
-    # An R, which the generator did not know of, stands with the I that reads its set.
-    return _put_off(closed, _needs(closed, None), lambda op: number[op] if op in number else number[_turn_of(op)])
-
-
 def _put_off(closed: Schedule, needs: Mapping[Op, Sequence[Op]], position: Position) -> Schedule:
     return closed.with_compute([_merged(_compute(closed, rank), needs, position) for rank in range(closed.num_ranks)])
 
 
 def _merged(compute: Sequence[Op], needs: Mapping[Op, Sequence[Op]], position: Position) -> Iterator[Op]:
-    """One compute lane with each W just before the first op that comes after its position or that needs it."""
+    """One compute lane. Each W is just before the first op that comes after the position of W, or that needs the slot that W frees."""
     waiting: list[Op] = []
     for op in compute:
         if op.kind is _REST:
@@ -109,14 +108,14 @@ def _merged(compute: Sequence[Op], needs: Mapping[Op, Sequence[Op]], position: P
 def _needs(closed: Schedule, most: int | None) -> dict[Op, list[Op]]:
     """For each op that opens a set, the W that must come before it. With K slots, set number n takes the slot that W number n - K frees.
 
-    The stash bounds the ops that open it in the same way. If there is no bound on slots, `most` takes their place.
+    `recompute.stash` limits F in the same way. If nothing limits the slots, `most` takes their place.
     """
     needs: defaultdict[Op, list[Op]] = defaultdict(list)
     overlaps, never = closed.policy.mode is Mode.OVERLAP, closed.policy.mode is Mode.NEVER
     for rank in range(closed.num_ranks):
         sets, stash, ended = defaultdict[int, int](int), defaultdict[int, int](int), defaultdict[int, list[Op]](list)
         compute: Iterable[Op] = _compute(closed, rank)
-        if overlaps:  # at the latest moment
+        if overlaps:  # each R at its latest position, right before the op that reads its set
             compute = with_recompute(compute, lambda op: (op.stage, op.microbatch) not in closed.kept)
         for op in compute:
             stage = op.stage
@@ -134,7 +133,7 @@ def _needs(closed: Schedule, most: int | None) -> dict[Op, list[Op]]:
 
 
 def _turn_of(op: Op) -> Op:
-    return dataclasses.replace(op, kind=_TURN)
+    return op._replace(kind=_TURN)
 
 
 def _compute(schedule: Schedule, rank: int) -> tuple[Op, ...]:

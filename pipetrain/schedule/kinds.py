@@ -7,12 +7,14 @@
     I       compute   RECV_B   SEND_B   F                                       input_gradient
     W       compute                     I                         all three     weight_gradient
     CALL    compute
+    OFFLOAD offload                     F       set on the host                 offload
+    RELOAD  reload                      OFFLOAD                   set on host   offload
     SEND_F  send                        F                                       hop_forward
     REDUCE_GRAD reduce                                                          reduce
     ...                                 * the recompute lane where recomputation overlaps
 
-A kind is read by its row (`op.kind.row`), never by its name. To add one: its spelling in `Kind`, its row in `_ROWS`, its
-place among the ops of a pass in `PASS_SEQUENCES`, if it has one; the executor has one entry for it.
+Code asks the row of a kind (`op.kind.row`), never its name. To add one: its spelling in `Kind`, its row in `_ROWS`, and its position in
+`PASS_SEQUENCES`, if a microbatch passes a stage by it; the executor has one entry for it.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ class Lane(enum.StrEnum):
     SEND = "send"
     RECV = "recv"
     REDUCE = "reduce"
+    OFFLOAD = "offload"
+    RELOAD = "reload"
 
 
 class Kind(enum.StrEnum):
@@ -41,13 +45,14 @@ class Kind(enum.StrEnum):
     B = "B"  # backward
     I = "I"  # noqa: E741  # the half of backward that gives the gradient of the input
     W = "W"  # the other half: the gradients of the weights
+    OFFLOAD = "OFFLOAD"  # copies the set of F to host memory; then its place on the device is free
+    RELOAD = "RELOAD"  # copies it back into a place, before its B
     CALL = "CALL"  # a function of the user's, where a generator or a file puts it
     SEND_F = "SEND_F"  # the output of F to the next stage
     RECV_F = "RECV_F"  # the input of F from the stage before
     SEND_B = "SEND_B"  # the gradient of the input to the stage before
     RECV_B = "RECV_B"  # the gradient of the output from the next stage
-    REDUCE_GRAD = "REDUCE_GRAD"  # a bucket of gradients, added up with who has the same parameters: another stage, the other replicas
-    STEP = "STEP"  # the optimizer step of a stage
+    REDUCE_GRAD = "REDUCE_GRAD"  # sums a bucket of gradients over the ranks with a copy of the parameters: another stage, the other replicas
 
     # Ops are hashed millions of times; the hash of Enum is a function of Python.
     __hash__ = str.__hash__
@@ -75,9 +80,10 @@ class Holding(enum.Enum):
     STASH = "stash"  # its input or its set, from F to the end of its backward
     KEPT_SET = "kept set"  # the set of F, where it is kept
     RECOMPUTED_SET = "recomputed set"  # where it is not, from R on
+    HOST_SET = "set on the host"  # beside the device, from the start of OFFLOAD to the end of RELOAD
 
 
-_EVERYTHING = frozenset(Holding)
+_EVERYTHING = frozenset({Holding.STASH, Holding.KEPT_SET, Holding.RECOMPUTED_SET})
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +97,11 @@ class KindRow:
     recv_kind: Kind | None = None  # the receive whose tensor it reads, where the neighbour lives on another rank
     send_kind: Kind | None = None  # the send of its result, likewise
     peer_kind: Kind | None = None  # the other end of a transfer
-    reads: tuple[Kind, ...] = ()  # the ops without which it has nothing to work on, as far as the schedule has them
+    reads: tuple[Kind, ...] = ()  # kinds of ops whose results it reads, if the schedule has them
     needs_set: bool = False  # it reads the set, so that its R comes before it where the set is not kept
-    allocates: frozenset[Holding] = frozenset()  # what the stage holds from its start
-    frees: frozenset[Holding] = frozenset()  # ... and until its end
+    allocates: frozenset[Holding] = frozenset()  # what the stage holds from the start of this op on
+    frees: frozenset[Holding] = frozenset()  # what it no longer holds after the end of this op
     cost: str | None = None  # the field of `Costs`; None: nothing is known of its time, which counts as 0
-    runs: bool = True  # whether the executor has an entry for it
     calls: bool = False  # whether it needs a function of the user's
 
     @property
@@ -106,8 +111,10 @@ class KindRow:
 
     @property
     def looks(self) -> str | None:
-        """How it is drawn, a name in `monitor/draw/palette.py`; None: not at all, as a message."""
-        return (self.cost or "call").replace("_", " ") if self.runs and self.lane not in MESSAGE_LANES else None
+        """The name in `monitor/draw/palette.py` by which it is drawn; None: it is not drawn, as messages are not."""
+        if self.lane in COPY_LANES:
+            return self.lane.value
+        return (self.cost or "call").replace("_", " ") if self.lane not in MESSAGE_LANES else None
 
     def lane_in(self, overlap: bool) -> Lane:
         """Its lane, with or without overlapping recomputation."""
@@ -156,6 +163,8 @@ _ROWS: Mapping[Kind, KindRow] = {
         frees=_EVERYTHING,
         cost="weight_gradient",
     ),
+    Kind.OFFLOAD: KindRow(Lane.OFFLOAD, reads=(Kind.F,), allocates=frozenset({Holding.HOST_SET}), cost="offload"),
+    Kind.RELOAD: KindRow(Lane.RELOAD, reads=(Kind.OFFLOAD,), frees=frozenset({Holding.HOST_SET}), cost="offload"),
     Kind.CALL: KindRow(Lane.COMPUTE, calls=True),
     Kind.SEND_F: KindRow(
         Lane.SEND, direction=Direction.FORWARD, peer_kind=Kind.RECV_F, reads=(Kind.F,), cost="hop_forward"
@@ -165,20 +174,20 @@ _ROWS: Mapping[Kind, KindRow] = {
         Lane.SEND, direction=Direction.BACKWARD, peer_kind=Kind.RECV_B, reads=(Kind.B, Kind.I), cost="hop_backward"
     ),
     Kind.RECV_B: KindRow(Lane.RECV, direction=Direction.BACKWARD, peer_kind=Kind.SEND_B, cost="hop_backward"),
-    # It reads what all backwards of its stage, or of its part of it, have added up, and gives all who have a copy the sum. Only where
-    # the copy is another stage's it meets an op of the same schedule: all replicas run the same one.
+    # It reads the gradients that all backwards of its stage, or of one part of it, have summed; all ranks with a copy get the total. If
+    # another stage has the copy, the other end is an op of this schedule. If replicas have it, the other end is this op in their schedules.
     Kind.REDUCE_GRAD: KindRow(Lane.REDUCE, per_stage=True, peer_kind=Kind.REDUCE_GRAD, cost="reduce"),
-    Kind.STEP: KindRow(Lane.REDUCE, per_stage=True, runs=False),
 }
 
-# The ops in which a microbatch passes a stage in each direction: all of one sequence, in this order. The first op reads the boundary
-# tensor and writes the next; with the last op backward the stage is done with the microbatch. The first sequence is the default.
+# The ops by which a microbatch passes a stage in each direction: all of one sequence, in this order. The first op reads the boundary tensor
+# and writes that of the next stage. After the last op backward the stage holds nothing of the microbatch. The first sequence is the default.
 PASS_SEQUENCES: Mapping[Direction, tuple[tuple[Kind, ...], ...]] = {
     Direction.FORWARD: ((Kind.F,),),
     Direction.BACKWARD: ((Kind.B,), (Kind.I, Kind.W)),
 }
 MESSAGE_LANES = (Lane.SEND, Lane.RECV)
-# Of the transfers of one queue the host only has to have started the one before; they end in their order.
+COPY_LANES = (Lane.OFFLOAD, Lane.RELOAD)  # down and up; a copy does not occupy the rank
+# In these lanes an op may start once the host has started the op before it in its queue; they end in their order.
 TRANSFER_LANES = (*MESSAGE_LANES, Lane.REDUCE)
 
 
@@ -189,11 +198,18 @@ def kinds_where(holds: Callable[[KindRow], bool]) -> frozenset[Kind]:
 
 (RECOMPUTE,) = kinds_where(lambda row: Holding.RECOMPUTED_SET in row.allocates)
 
+# The copy of a set to host memory, and the one back.
+(OFFLOAD,) = kinds_where(lambda row: Holding.HOST_SET in row.allocates)
+(RELOAD,) = kinds_where(lambda row: Holding.HOST_SET in row.frees)
+
 # All-reduces of gradients, once all of a stage's backwards have added theirs.
 REDUCING = kinds_where(lambda row: row.per_stage and row.peer_kind is not None)
 
-# All in which a stage may add to the gradients of its parameters.
+# All kinds of ops that may add to the gradients of a stage's parameters.
 GIVES_GRADIENTS = frozenset(kind for way in PASS_SEQUENCES[Direction.BACKWARD] for kind in way)
 
-# What only finishes a backward: nobody waits for it, and the gradient of the input has gone before.
+# The kinds with which a split backward begins (I): the stage keeps what the rest needs.
+SPLITTING = frozenset(way[0] for way in PASS_SEQUENCES[Direction.BACKWARD] if way[1:])
+
+# The kinds after the first of a backward (W): no other stage waits for them, as the gradient of the input was sent before.
 FINISHING = frozenset(kind for way in PASS_SEQUENCES[Direction.BACKWARD] for kind in way[1:])

@@ -11,16 +11,16 @@ runs one transfer at a time. Any such wait may hang all ranks. So ranks launch i
 
     [1] an op comes after all ops that it waits for, and the two ends of a transfer have one position. So no op waits for a
         later op of its rank, even if each waits for all that its rank has launched before.
-    [2] R comes right after the last op that it waits for. So far the host has freed only sets whose backwards the stream of R
+    [2] R comes right after the last op that it waits for. By then the host has freed only sets whose backwards the stream of R
         waits for. So R may use their memory at once, whatever the device still has to do.
     [3] F waits for a SEND_F of its stage: the third last one before    0F3 <- 0SEND_F0      (bounds unsent outputs)
         F in the launch order. B waits likewise for a SEND_B
-    [4] a message may depend on compute ops of the rank that receives   0RECV_B0 <- 0F0      (earlier it can only wait)
+    [4] a tensor may depend on compute ops of the rank that receives    0RECV_B0 <- 0F0      (before 0F0 it cannot come)
         it: the receive waits for the last of these
 
-The order costs no time while the host is ahead: the waits decide when an op runs. [4] costs none either: its op ends before the
-message can come. If a receiver is slow, its messages come late in the launch order, so [3] does not make F wait for it. This happens
-in GPipe with a last stage that alternates F and B: there F would have to wait for the receiver's B. Memory is bounded however far the
+The order costs no time while the host is ahead: the waits decide when an op runs. [4] costs none either: its op ends before the message can come.
+If a receiver is slow, the sends to it are late in the launch order, after F; [3] counts only sends before F, so F does not wait for it. This
+happens in GPipe with a last stage that alternates F and B: there F would have to wait for the receiver's B. Memory is bounded however far the
 host is ahead: the host allocates and frees in launch order, which is one of the timings that `alive.py` covers.
 """
 
@@ -88,7 +88,7 @@ def recomputed_too_early(schedule: Schedule) -> Iterator[tuple[Op, Op]]:
     """
     for launched in schedule.launch_order:
         ended = _compute_ended(schedule, launched)
-        number, reader = 0, None  # of ops of the compute lane so far, and the last that reads a set with its number
+        number, reader = 0, None  # compute ops launched so far; the last of them that reads a set, as (its number, op)
         for op in launched:
             if op.kind is RECOMPUTE and reader is not None and ended[op] < reader[0]:
                 yield op, reader[1]
@@ -132,8 +132,8 @@ def _waits_for_sends(schedule: Schedule, order: Sequence[Op]) -> Iterator[Wait]:
 
 def _waits_of_receives(schedule: Schedule, order: Sequence[Op]) -> Iterator[Wait]:
     """[4]"""
-    ended: dict[Op, list[int]] = {}  # when an op has ended: of each rank, how many ops of its compute lane have
-    posted: dict[Queue, int] = {}  # how many have ended when the last receive of a queue is posted
+    ended: dict[Op, list[int]] = {}  # op -> per rank, how many compute ops have ended when it has
+    posted: dict[Queue, int] = {}  # queue -> compute ops of its rank that have ended when its last receive is posted
     nothing = [0] * schedule.num_ranks
     for op in order:
         rank, lane = schedule.stage_ranks[op.stage], _lane(schedule, op)

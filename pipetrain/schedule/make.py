@@ -1,32 +1,49 @@
-"""From what is wanted to a schedule: the generator, then one pass for each concern."""
+"""Makes a schedule of a ScheduleSpec: a generator orders F and B, then one pass after the other adds R, messages, waits and reduces."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
+import math
 import os
 from collections.abc import Callable, Sequence
 
-from pipetrain.schedule.check import stash_within_bounds, violation_of
+from pipetrain.schedule.check import check, stash_within_bounds, violation_of
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import read_csv
 from pipetrain.schedule.families import ALWAYS_SPLIT, AUTO, ComputeLanes, Generator, Shape, generator_of
 from pipetrain.schedule.halves import closed_up, is_split, orders_of_w
-from pipetrain.schedule.kinds import GIVES_GRADIENTS, RECOMPUTE
+from pipetrain.schedule.kinds import COPY_LANES, GIVES_GRADIENTS, OFFLOAD, RECOMPUTE, RELOAD
 from pipetrain.schedule.messages import add_messages
+from pipetrain.schedule.offload import Placing, rules_of_copies
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.placement import Placement, stage_ranks_of
-from pipetrain.schedule.places import has_gaps_for_r, into_gaps, kept_patterns
-from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.schedule.recompute import AllKept, Sets, add_recompute, decides_itself, hold_back, keep_all
+from pipetrain.schedule.policy import Offload, RecomputePolicy
+from pipetrain.schedule.recompute import (
+    AllKept,
+    Sets,
+    add_recompute,
+    decides_itself,
+    has_gaps_for_r,
+    hold_back,
+    into_gaps,
+    keep_all,
+    kept_patterns,
+    of_lanes,
+)
 from pipetrain.schedule.reduce import add_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.schedule.search.by_stage import by_rule
 from pipetrain.schedule.search.list_order import ListedOrder, OrderProblem, list_order
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.waits import add_waits
 
-_OF_BACKWARD = GIVES_GRADIENTS | {RECOMPUTE}
+_OF_BACKWARD = GIVES_GRADIENTS | {RECOMPUTE, OFFLOAD, RELOAD}
+
+_MOST_PLACED = 2**13  # stages x microbatches x rules of `offload.py`: a second or two
 
 OrdersOfW = Callable[[Schedule, Costs], tuple[Schedule, ...]]
 
@@ -78,23 +95,57 @@ def make(spec: ScheduleSpec) -> Schedule:
     Raises:
         ValueError: as `make_schedule`.
     """
-    if spec.family == AUTO:
-        return _in_order(spec)
-    ordered = draft_of(spec, _ordered(spec))
-    draft, orders = _split(spec, ordered)
-    _check_stash(draft)
     costs = spec.costs or Costs.spread(spec.num_stages)
+    has_sets = spec.policy.offloads and spec.first_backward < spec.num_stages
+    if has_sets and spec.order is None and (spec.family == AUTO or not decides_itself(draft_of(spec, _ordered(spec)))):
+        return _with_copies(spec, costs)
+    return _without_copies(spec, costs)
+
+
+def _without_copies(spec: ScheduleSpec, costs: Costs) -> Schedule:
+    """The schedule of `spec`; copies are those of its order or file."""
+    if spec.family == AUTO:  # an order with R in it: one that a search found before, or else that of list scheduling
+        if spec.order is not None:
+            return held_to(spec, spec.order)
+        order = lanes_of_ranks(spec, list_order(problem_of(spec, costs)))
+        # If both are equally fast, R starts as soon as a slot is free: real ops never take exactly their costs, and this order adapts.
+        return _fastest([_as_ordered(spec, order), held_to(spec, order)], costs)
+    draft, orders = _split(spec, draft_of(spec, _ordered(spec)))
+    for op, violation in stash_within_bounds(
+        draft
+    ):  # in one line; `check` would refuse it too, but only after all passes
+        allowed = draft.policy.stash_of(op.stage)
+        raise ValueError(f"pipeline.schedule={draft.family} recompute.stash={allowed}: {violation}")
     return _fastest([lower(draft, kept, costs, orders) for kept in dict.fromkeys(kept_patterns(draft))], costs)
 
 
-def _in_order(spec: ScheduleSpec) -> Schedule:
-    """A schedule from an order that includes R: one that was found before (`spec.order`), or else that of the rule."""
-    if spec.order is not None:
-        return held_to(spec, spec.order)
-    costs = spec.costs or Costs.spread(spec.num_stages)
-    order = lanes_of_ranks(spec, list_order(problem_of(spec, costs)))
-    # R may also start as soon as a slot is free, where that is no slower: on a device nothing takes exactly its cost.
-    return _fastest([_as_ordered(spec, order), held_to(spec, order)], costs)
+def _with_copies(spec: ScheduleSpec, costs: Costs) -> Schedule:
+    """The fastest schedule of those in which `offload.py` places the sets, and, unless all sets go to the host, the one without copies."""
+    plain = _without_copies(
+        dataclasses.replace(spec, policy=dataclasses.replace(spec.policy, offload=Offload.NONE)), costs
+    )
+    own = [[op for op in plain.lane(rank, Lane.COMPUTE) if op.kind is not RECOMPUTE] for rank in range(plain.num_ranks)]
+    placings = [Placing(draft_of(spec, own), costs)]
+    if is_split(plain):  # right behind its I, W frees its set as soon as it may
+        placings.append(Placing(closed_up(draft_of(spec, own)), costs))
+    most = max(1, _MOST_PLACED // (spec.num_stages * spec.num_microbatches))
+    rules = list(itertools.islice(rules_of_copies(), most))
+    placed = min((placing.place(rule) for placing in placings for rule in rules), key=lambda one: one.seconds)
+    if placed.seconds == math.inf and spec.policy.offload is Offload.ALWAYS:
+        raise ValueError(
+            f"recompute.offload=always: pipeline.schedule={spec.name} finds no place for all sets with so few on the host; use recompute.offload=auto"
+        )
+    found = [held_to(spec, placed.lanes)] if placed.seconds < math.inf else []
+    if spec.policy.offload is not Offload.ALWAYS:
+        found.insert(0, dataclasses.replace(plain, policy=spec.policy))
+    if spec.family == AUTO:
+        seconds = simulate(_fastest(found, costs), costs).step_seconds
+        for order in by_rule(problem_of(spec, costs), seconds):
+            with contextlib.suppress(ValueError):  # of one moment, ops of length 0 may change places
+                schedule = held_to(spec, lanes_of_ranks(spec, order))
+                check(schedule)
+                found.append(schedule)
+    return _fastest(found, costs)
 
 
 def held_to(spec: ScheduleSpec, order: ComputeLanes) -> Schedule:
@@ -116,9 +167,8 @@ def problem_of(spec: ScheduleSpec, costs: Costs) -> OrderProblem:
 
 
 def lanes_of_ranks(spec: ScheduleSpec, found: ListedOrder) -> ComputeLanes:
-    """The lanes of stages by the ranks that hold them."""
-    lanes = [list(found.lanes[stage]) for rank in range(spec.num_stages) for stage in spec.shape.stages_of(rank)]
-    return lanes if any(op.kind is RECOMPUTE for lane in lanes for op in lane) else AllKept(lanes)
+    """The lane found for each stage, in the order of the ranks that hold them."""
+    return of_lanes([found.lanes[stage] for rank in range(spec.num_stages) for stage in spec.shape.stages_of(rank)])
 
 
 def _split(spec: ScheduleSpec, ordered: Schedule) -> tuple[Schedule, OrdersOfW | None]:
@@ -133,13 +183,6 @@ def _split(spec: ScheduleSpec, ordered: Schedule) -> tuple[Schedule, OrdersOfW |
             "pipeline.split_backward"
         )
     return closed_up(ordered), orders_of_w
-
-
-def _check_stash(draft: Schedule) -> None:
-    """Refuse, in one line, an order that exceeds the stash in any case. `check` would refuse it too, but only after all passes."""
-    for op, violation in stash_within_bounds(draft):
-        allowed = draft.policy.stash_of(op.stage)
-        raise ValueError(f"pipeline.schedule={draft.family} recompute.stash={allowed}: {violation}")
 
 
 def _ordered(spec: ScheduleSpec) -> ComputeLanes:
@@ -175,7 +218,7 @@ def _checked(lanes: ComputeLanes, name: str, shape: Shape) -> ComputeLanes:
 
 
 def draft_of(spec: ScheduleSpec, compute: ComputeLanes) -> Schedule:
-    """The compute lanes alone, without R and the backward of stages in which nothing needs a gradient."""
+    """A schedule with only its compute lanes. Stages before `first_backward`, in which nothing needs a gradient, get no R and no backward."""
     draft = Schedule(
         family=spec.name,
         num_microbatches=spec.num_microbatches,
@@ -235,7 +278,7 @@ def with_first_backward(schedule: Schedule, first_backward: int) -> Schedule:
             f"the schedule runs B from stage {schedule.first_backward} on, but the first stage in which something needs a "
             f"gradient is {first_backward}: give a schedule made with first_backward={first_backward}"
         )
-    queues = (Lane.COMPUTE, Lane.RECOMPUTE)
+    queues = (Lane.COMPUTE, Lane.RECOMPUTE, *COPY_LANES)
     ordered = dataclasses.replace(
         schedule,
         lanes=tuple(
@@ -245,5 +288,6 @@ def with_first_backward(schedule: Schedule, first_backward: int) -> Schedule:
         kept=frozenset((stage, microbatch) for stage, microbatch in schedule.kept if stage >= first_backward),
         first_backward=first_backward,
         launch_order=(),
+        order=tuple(_needed(ops, first_backward) for ops in schedule.order),
     )
     return with_waits(ordered)

@@ -11,7 +11,7 @@ This is the spelling of torch.distributed.pipelining plus `R`; `kinds.py` has th
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipetrain.schedule.kinds import MESSAGE_LANES, REDUCING, Kind, Lane
 
@@ -24,9 +24,8 @@ _SPELLING = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Op:
-    """`kind` done by `stage` for `microbatch` (None for STEP and REDUCE_GRAD, which belong to no microbatch).
+class Op(NamedTuple):  # a tuple: made and hashed millions of times, which a class of Python does four times as slowly
+    """`kind` done by `stage` for `microbatch` (None for REDUCE_GRAD, which belongs to no microbatch).
 
     `part` is a segment of the stage, from 0 (R, B), or a bucket (REDUCE_GRAD); None: all of it. `peer` of a message is the other stage;
     None: the neighbour. `peer` of a REDUCE_GRAD is the stage that has a copy of the same parameters; None: the other replicas have
@@ -38,9 +37,6 @@ class Op:
     microbatch: int | None = None
     part: int | None = None
     peer: int | None = None
-
-    def __hash__(self) -> int:  # without peer: a check hashes each op some twenty times
-        return hash((self.stage, self.kind, self.microbatch, self.part))
 
     def __str__(self) -> str:
         microbatch = "" if self.microbatch is None else self.microbatch
@@ -71,5 +67,5 @@ class Op:
 
 
 def queue_of(lane: Lane, op: Op) -> Queue:
-    """The queue of an op in this lane. A message has one per stage and kind, hence per stage edge and direction."""
+    """The queue of an op in this lane. Messages have a queue per stage and kind, hence per stage edge and direction; any other lane is one."""
     return (op.stage, op.kind) if lane in MESSAGE_LANES else lane

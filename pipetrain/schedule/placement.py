@@ -18,16 +18,10 @@ Placement = str | Sequence[int]
 MOST_STAGES = 4096  # a schedule of more takes minutes to make, to check and to draw
 
 
-def _loop(stage: int, num_ranks: int) -> int:
-    return stage % num_ranks
-
-
-def _zigzag(stage: int, num_ranks: int) -> int:
-    way, place = divmod(stage, num_ranks)
-    return place if way % 2 == 0 else num_ranks - 1 - place
-
-
-PLACEMENTS: dict[str, Callable[[int, int], int]] = {"loop": _loop, "v": _zigzag}
+PLACEMENTS: dict[str, Callable[[int, int], int]] = {
+    "loop": lambda stage, ranks: stage % ranks,
+    "v": lambda stage, ranks: stage % ranks if stage // ranks % 2 == 0 else ranks - 1 - stage % ranks,
+}
 
 
 def stage_ranks_of(placement: Placement, num_stages: int, num_ranks: int | None = None) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ _T = TypeVar("_T", bound=enum.StrEnum)
 
 PerStage = int | tuple[int, ...]  # a number for all stages, or one for each
 CutStage = Callable[[int, int], Sequence[int]]  # a stage and in how many parts it is cut -> the layers of each part
-Sets = float | tuple[float, ...]  # likewise; with segments parts of a set, too
+Sets = float | tuple[float, ...]  # a number of sets for all stages, or one for each; with segments it may be a fraction
 
 
 class Mode(enum.StrEnum):
@@ -28,10 +28,18 @@ class Mode(enum.StrEnum):
 
 
 class Keep(enum.StrEnum):
-    """Whether named families use activation slots for sets that stay from F to B."""
+    """Whether sets may stay from F to B in free slots. An order that says itself what is kept (`auto`, a file with R) does not read this."""
 
     NONE = "none"  # but for those whose B comes right after their F
     AUTO = "auto"  # where that is faster and a slot is free
+
+
+class Offload(enum.StrEnum):
+    """Whether sets go to host memory between F and B: copied there, and back before their B, beside the ops that compute."""
+
+    NONE = "none"
+    AUTO = "auto"  # each set is kept, recomputed or offloaded, as the order finds best
+    ALWAYS = "always"  # each set but those whose B comes right after their F
 
 
 class LastStage(enum.StrEnum):
@@ -90,23 +98,24 @@ FIRST, EVERY, OFF = "first", "every", "off"  # values of recompute.verify; a num
 class RecomputePolicy:
     """What is recomputed, and how much a stage may hold at once.
 
-    `sets` is the number of activation slots of a stage: one number, or a list with one per stage. A kept set takes a slot from
-    its F to the end of its backward, a recomputed one from its R. An R waits until a slot is free. `keep` says whether named families
-    keep sets in free slots. Its default is `none` with one slot per stage, so that `inline` does what other libraries do, else `auto`.
-    `stash` is the most microbatches that a stage may hold between F and the end of their backward, kept ones
-    included; None: any number.
+    `sets` is the number of activation slots of a stage: one number, or a list with one per stage. A kept set takes a slot from its F to the end
+    of its backward, a recomputed one from its R. An R waits until a slot is free. `keep` says whether sets stay in free slots, if the order does
+    not say it. Its default is `none` with one slot per stage, so that `inline` does what other libraries do, else `auto`. `stash` is the most
+    microbatches that a stage may hold between F and the end of their backward, kept ones included; None: any number.
 
     `selective`: outputs that stay from F to B, so that R does not compute them; entries as `Outputs.parse` reads them.
 
     `keep_layers`: layers that are not recomputed, by number (3, "2-5") or by the name of their class: their saved tensors stay from F to B.
     A layer is kept likewise if it is found not to be a function of its input, its parameters, its buffers and its seed.
 
-    With `segments` a stage is recomputed in that many parts, from the last to the first, and only the inputs of the parts stay
-    between F and B: a number, `sqrt` (of the stage's layers) or `layers` (each by itself). A slot then holds one part of a set:
-    `sets` may be a multiple of 1 / segments; a kept set takes one slot per part. With less than one set the last stage
-    recomputes as well. `sets=None` is one slot. `parts` are the layers in each part of each stage; `shares` are the parts'
-    fractions of their stage's work, where that is known (`of_layers`). With `mode=never` only replicas use parts: they start to
-    add up the gradients of a part when it has all of them.
+    `segments` is the number of parts in which a stage is recomputed, from the last to the first: a number, `sqrt` (of the stage's number of
+    layers) or `layers` (each layer is a part). Only the inputs of the parts stay between F and B. A slot then holds one part of a set: `sets` may
+    be a multiple of 1 / segments; a kept set takes one slot per part. With less than one set the last stage recomputes as well. `sets=None` is
+    one slot. `parts` are the layers in each part of each stage; `shares` are the parts' fractions of their stage's work, where that is known
+    (`of_layers`). With `mode=never` only replicas use parts: they sum the gradients of a part as soon as these are complete.
+
+    `offload`: whether sets may go to host memory, where a stage has at most `host_sets` of them at once (None: any number). An offloaded set
+    takes a slot from its F to the end of its OFFLOAD, and again from the start of its RELOAD.
 
     `verify`: on which microbatches R is compared with F: `first` (of each kind of step), `every`, `off`, or a number N (one
     microbatch every N steps, in turn). It changes no op, so two policies that differ in it alone are equal.
@@ -125,6 +134,8 @@ class RecomputePolicy:
     segments: int | str = 1
     parts: tuple[tuple[int, ...], ...] = ()
     shares: tuple[tuple[float, ...], ...] = ()
+    offload: Offload = Offload.NONE
+    host_sets: PerStage | None = None
     verify: str | int = field(default=FIRST, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -138,6 +149,7 @@ class RecomputePolicy:
             "keep": None if self.keep is None else _keep(self.keep),
             "stash": None if self.stash is None else _per_stage("recompute.stash", self.stash, _WHOLE, _is_whole),
             "last_stage": _choice("recompute.last_stage", self.last_stage, LastStage),
+            "offload": _choice("recompute.offload", self.offload, Offload),
             "selective": tuple(
                 one if isinstance(one, Outputs) else Outputs.parse(one) for one in _entries(self.selective)
             ),
@@ -151,6 +163,16 @@ class RecomputePolicy:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        if self.offloads and (self.mode is Mode.NEVER or self.in_parts):
+            other = "mode=never" if self.mode is Mode.NEVER else f"segments={self.segments}"
+            why = (
+                "keeps every set, so no slot is short"
+                if self.mode is Mode.NEVER
+                else "cuts sets, and whole ones are copied"
+            )
+            raise ValueError(
+                f"recompute.offload={self.offload}: recompute.{other} {why}; use recompute.offload=none, or leave {other} out"
+            )
 
     @staticmethod
     def of(value: str | RecomputePolicy) -> RecomputePolicy:
@@ -159,8 +181,13 @@ class RecomputePolicy:
 
     @property
     def keeps(self) -> bool:
-        """Whether named families keep sets where a slot is free."""
+        """Whether sets are kept where a slot is free, if the order does not say itself what is kept."""
         return self.most_sets > 1 if self.keep is None else self.keep is Keep.AUTO
+
+    @property
+    def offloads(self) -> bool:
+        """Whether sets may go to host memory."""
+        return self.offload is not Offload.NONE
 
     @property
     def most_sets(self) -> float:
@@ -200,6 +227,11 @@ class RecomputePolicy:
         known = replace(self, parts=parts, shares=() if work is None else _shares(parts, work))
         known.check_stages(len(balance))
         return known
+
+    @property
+    def least_layers(self) -> int:
+        """Layers that each stage needs: one per segment."""
+        return self.segments if isinstance(self.segments, int) else 1
 
     def _segments_of(self, stage: int, layers: int) -> int:
         if self.segments == LAYERS:
@@ -259,6 +291,10 @@ class RecomputePolicy:
         """Microbatches that `stage` may hold between F and the end of their backward; None: any number."""
         return self.stash if self.stash is None or isinstance(self.stash, int) else self.stash[stage]
 
+    def host_sets_of(self, stage: int) -> int | None:
+        """Sets of `stage` that may be in host memory at once; None: any number."""
+        return self.host_sets[stage] if isinstance(self.host_sets, tuple) else self.host_sets
+
     def check_layers(self, num_layers: int) -> None:
         """Raises:
         ValueError: `selective` or `keep_layers` names a layer that a model of `num_layers` layers does not have.
@@ -283,20 +319,18 @@ class RecomputePolicy:
                 )
         if self.parts and len(self.parts) != num_stages:
             raise ValueError(f"the policy has the parts of {len(self.parts)} stages, and there are {num_stages}")
-        for stage in range(num_stages) if self.in_parts and self.mode is not Mode.NEVER else ():
-            self._check_multiple(stage)
-
-    def _check_multiple(self, stage: int) -> None:
-        parts = self.num_parts(stage)
-        wanted = 1 / parts if self.sets is None else self._sets_of(self.sets, stage)
-        places = wanted * parts
-        if round(places) < 1 or abs(places - round(places)) > _NEAR:
-            below, above = math.floor(places) / parts, math.ceil(places) / parts
-            allowed = f"{below:.4g} or {above:.4g}" if below else f"{above:.4g}"
-            raise ValueError(
-                f"recompute.sets={wanted:g}: stage {stage} has {parts} parts (recompute.segments={self.segments}), and a slot is "
-                f"for one of them, so allowed are multiples of 1/{parts}; use {allowed}"
-            )
+        if not self.in_parts or self.mode is Mode.NEVER or self.sets is None:
+            return
+        for stage in range(num_stages):
+            parts, wanted = self.num_parts(stage), self._sets_of(self.sets, stage)
+            places = wanted * parts
+            if round(places) < 1 or abs(places - round(places)) > _NEAR:
+                below, above = math.floor(places) / parts, math.ceil(places) / parts
+                allowed = f"{below:.4g} or {above:.4g}" if below else f"{above:.4g}"
+                raise ValueError(
+                    f"recompute.sets={wanted:g}: stage {stage} has {parts} parts (recompute.segments={self.segments}), and a slot is "
+                    f"for one of them, so allowed are multiples of 1/{parts}; use {allowed}"
+                )
 
 
 _NEAR = 0.005  # a multiple of 1/3 may be written 0.333

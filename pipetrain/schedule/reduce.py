@@ -20,7 +20,7 @@ If two stages share a parameter, each has a copy, and the two sum their gradient
 
 Only the end of the step waits for a REDUCE_GRAD, so none can delay an op. All replicas have the same lanes, so by [2] they start the same
 ones in the same order. By [3] no two ranks of a replica wait for each other. If both stages live on one rank, they have one parameter and
-nothing to sum. A parameter that two stages share is only in their shared bucket. All replicas then sum it over both stages.
+nothing to sum. A parameter that two stages share is only in their shared bucket. One REDUCE_GRAD then sums it over both stages of all replicas.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ from pipetrain.schedule.schedule import Schedule, in_parts
 
 def reduces_of(schedule: Schedule) -> tuple[Op, ...]:
     """All REDUCE_GRAD that replicas and ties need: [2] stage by stage, then [3] in the order that all ranks share."""
-    return (*_over_replicas(schedule), *_over_stages(schedule))
+    ranks, found = schedule.stage_ranks, list(_over_replicas(schedule))
+    for bucket, (low, high) in enumerate(schedule.tied):
+        if low >= schedule.first_backward and ranks[low] != ranks[high]:
+            found += [Op(stage, _REDUCE, None, bucket, other) for stage, other in ((high, low), (low, high))]
+    return tuple(found)
 
 
 def _over_replicas(schedule: Schedule) -> Iterator[Op]:
@@ -46,13 +50,6 @@ def _over_replicas(schedule: Schedule) -> Iterator[Op]:
             num_parts = schedule.policy.num_parts(stage)
             whole = Op(stage, _REDUCE, None, 0)
             yield from (whole,) if num_parts == 1 else in_parts(whole, num_parts)
-
-
-def _over_stages(schedule: Schedule) -> Iterator[Op]:
-    ranks = schedule.stage_ranks
-    for bucket, (low, high) in enumerate(schedule.tied):
-        if low >= schedule.first_backward and ranks[low] != ranks[high]:
-            yield from (Op(stage, _REDUCE, None, bucket, other) for stage, other in ((high, low), (low, high)))
 
 
 def gradients_of(schedule: Schedule, reduce: Op) -> tuple[Op, ...]:

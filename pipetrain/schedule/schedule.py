@@ -21,7 +21,7 @@ from pipetrain.schedule.policy import RecomputePolicy
 
 
 def in_parts(op: Op, num_parts: int) -> tuple[Op, ...]:
-    """`op`, or the same of each part of its stage, from the last to the first."""
+    """An op like `op` for each part of its stage, the last part first; `op` itself if the stage has one part."""
     if num_parts == 1:
         return (op,)
     return tuple(Op(op.stage, op.kind, op.microbatch, part) for part in reversed(range(num_parts)))
@@ -40,8 +40,8 @@ class Schedule:
     or all replicas. These pairs are not in `waits`.
 
     `kept` are the (stage, microbatch) whose set stays from F to the end of their backward; the others of a stage with a
-    backward have an R. Stages below `first_backward` have no backward, no R and no gradient messages: nothing in them or
-    before them needs a gradient. It is `num_stages` for a schedule of forwards only.
+    backward have an R, or an OFFLOAD and a RELOAD. Stages below `first_backward` have no backward, no R and no gradient messages: nothing in them or
+    before them needs a gradient. For a schedule of forwards only, `first_backward` is `num_stages`.
 
     `transport_ahead` is the number of tensors per link that may arrive before they are used.
 
@@ -49,6 +49,9 @@ class Schedule:
 
     `num_replicas` pipelines run this schedule side by side, each with microbatches of its own. With several, the gradients of each stage
     are summed over them. Ranks are those of one replica.
+
+    `order[rank]` are the ops of COMPUTE, RECOMPUTE and the copies of a rank, in the order in which they take and free activation slots, if sets
+    are offloaded: an op that frees one (B, W, OFFLOAD) stands where it ends, any other where it starts. Else it is empty.
 
     `launch_order[rank]` are all ops of a rank in the order in which its host launches them on a device (`launches.py`). It is
     empty where the host itself waits for messages: there an op starts as soon as it may.
@@ -64,6 +67,7 @@ class Schedule:
     first_backward: int = 0
     transport_ahead: int = 2
     launch_order: tuple[tuple[Op, ...], ...] = ()
+    order: tuple[tuple[Op, ...], ...] = ()
     tied: tuple[tuple[int, int], ...] = ()
     num_replicas: int = 1
 
@@ -84,6 +88,12 @@ class Schedule:
             for lane, ops in lanes.items():
                 for op in ops:
                     yield rank, lane, op
+
+    @functools.cached_property
+    def offloaded(self) -> frozenset[tuple[int, int]]:
+        """The (stage, microbatch) whose set goes to host memory between F and its backward."""
+        lanes = (self.lane(rank, Lane.OFFLOAD) for rank in range(self.num_ranks))
+        return frozenset((op.stage, op.microbatch or 0) for lane in lanes for op in lane)
 
     def with_compute(self, lanes: Iterable[Iterable[Op]]) -> Schedule:
         """The same with other compute lanes, one per rank."""

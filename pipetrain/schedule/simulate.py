@@ -3,8 +3,9 @@
 The model, which is also what the runtime does:
 
 - A rank runs one op that computes at a time, to its end. When it is free it takes the head of its compute lane if all that
-  this op waits for has ended, otherwise the head of its recompute lane if that one may run. `halves.py` simulates drafts that
-  hold W in the reduce lane. It comes last, so the result shows where a W would fill a wait.
+  this op waits for has ended, otherwise the head of its recompute lane if that one may run. `halves.py` simulates drafts with W
+  in the reduce lane, from which a rank takes an op only if no other lane has one. So the result shows where a W would fill a wait.
+- Copies to host memory and copies back are two more queues of a rank. Each runs one copy at a time, beside what the rank computes.
 - A tensor travels when its send may start, its receive is posted and the tensor before it on the same link has
   arrived; send and receive end together. So do the two ends of a REDUCE_GRAD. None of them occupies the rank.
 - One replica is simulated; the others are assumed to keep pace with it. So a REDUCE_GRAD over the replicas starts as soon as it may start
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.graph import OpGraph, find_cycle, op_graph
+from pipetrain.schedule.kinds import COPY_LANES
 from pipetrain.schedule.op import Lane
 from pipetrain.schedule.schedule import Schedule
 
@@ -27,7 +29,7 @@ _ShareOf = Callable[[int, int | None], float]  # of a part of a stage
 
 _LANES = (Lane.COMPUTE, Lane.RECOMPUTE, Lane.REDUCE)  # in the order of their turns on the device
 
-# Two ends this close (relative to the clock) are one moment. Without it, rounding in the last digit of an arrival would
+# Ops that end this close together (relative to the clock) end at one moment. Else rounding in the last digit of an arrival would
 # let an R slip in before the B that is ready at the same time.
 _SAME_MOMENT = 1e-12
 
@@ -50,7 +52,10 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 class _Run:
-    """The state of one simulation: a heap of the times at which running ops end, and per rank the next op of each of `_LANES`."""
+    """The state of one simulation: a heap of the times at which running ops end, and per unit the next op of each of its lanes.
+
+    A unit runs one op at a time. Unit r is the device of rank r, with `_LANES`; the units behind are the queues of copies.
+    """
 
     def __init__(self, graph: OpGraph, costs: Costs, share_of: _ShareOf) -> None:
         self.graph = graph
@@ -63,33 +68,35 @@ class _Run:
         self.start = [-1.0] * len(graph.ops)  # of a send or receive: when it was ready for its partner
         self.end = [-1.0] * len(graph.ops)
         self.ends: list[tuple[float, int]] = []
-        self.heads = [[lanes[lane].start for lane in _LANES] for lanes in graph.lanes]
+        self.unit = list(graph.ranks)  # of each op
+        units = [[lanes[lane] for lane in _LANES] for lanes in graph.lanes]
+        for copies in (lanes[lane] for lanes in graph.lanes for lane in COPY_LANES if lanes[lane]):
+            self.unit[copies.start : copies.stop] = [len(units)] * len(copies)
+            units.append([copies])
+        self.heads = [[queue.start for queue in queues] for queues in units]
         # Transfers in the reduce lane wait for their partner and do not occupy the rank.
         self.stops = [
-            [
-                queue.start if queue and graph.transfers[queue.start] else queue.stop
-                for queue in map(lanes.__getitem__, _LANES)
-            ]
-            for lanes in graph.lanes
+            [queue.start if queue and graph.transfers[queue.start] else queue.stop for queue in queues]
+            for queues in units
         ]
-        self.busy = [False] * len(graph.lanes)
+        self.busy = [False] * len(units)
 
     def to_end(self) -> None:
         for place, is_transfer in enumerate(self.graph.transfers):
             if is_transfer and self.pending[place] == 0:
                 self._ready_for_partner(place, 0.0)
-        touched = set(range(len(self.graph.lanes)))
+        touched = set(range(len(self.busy)))
         now = 0.0
         while True:
             now, touched = self._finish_moment(now, touched)
-            for rank in sorted(touched):
-                self._start_next(rank, now)
+            for unit in sorted(touched):
+                self._start_next(unit, now)
             if not self.ends:
                 break
             now, touched = self.ends[0][0], set()
 
     def _finish_moment(self, now: float, touched: set[int]) -> tuple[float, set[int]]:
-        """Ends all ops that end now; returns the last of their times and the ranks that may have something to start."""
+        """Ends all ops that end now; returns the last of their times and the units that may have something to start."""
         ends, after, pending, transfers = self.ends, self.graph.after, self.pending, self.graph.transfers
         until = now * (1 + _SAME_MOMENT)
         while ends and ends[0][0] <= until:
@@ -102,8 +109,8 @@ class _Run:
                     self.end[other] = now
                     ended.append(other)
             else:
-                self.busy[self.graph.ranks[place]] = False
-                touched.add(self.graph.ranks[place])
+                self.busy[self.unit[place]] = False
+                touched.add(self.unit[place])
             for one in ended:
                 for follower in after[one]:
                     pending[follower] -= 1
@@ -111,7 +118,7 @@ class _Run:
                         if transfers[follower]:
                             self._ready_for_partner(follower, now)
                         else:
-                            touched.add(self.graph.ranks[follower])
+                            touched.add(self.unit[follower])
         return now, touched
 
     def _ready_for_partner(self, place: int, now: float) -> None:
@@ -123,16 +130,15 @@ class _Run:
         elif other < 0 and self.graph.ops[place].is_replica_allreduce:
             heapq.heappush(self.ends, (now + seconds[place], place))
 
-    def _start_next(self, rank: int, now: float) -> None:
-        if self.busy[rank]:
+    def _start_next(self, unit: int, now: float) -> None:
+        if self.busy[unit]:
             return
-        heads, stops = self.heads[rank], self.stops[rank]
-        for lane in range(len(_LANES)):
-            place = heads[lane]
+        heads, stops = self.heads[unit], self.stops[unit]
+        for lane, place in enumerate(heads):
             if place < stops[lane] and self.pending[place] == 0:
                 heads[lane] = place + 1
                 self.start[place] = now
-                self.busy[rank] = True
+                self.busy[unit] = True
                 heapq.heappush(self.ends, (now + self.seconds[place], place))
                 return
 

@@ -7,12 +7,19 @@
     [5] a send waits for what it sends                     1SEND_F0 <- 1F0
     [6] a receive waits until an earlier tensor is used    2RECV_F2 <- 2F0      (two tensors ahead)
         the first inputs, as many as the stage stashes at once, come without this wait
-    [7] gradients wait for the last activations         1RECV_B0 <- 1F6     (of 8 forwards, all before B0)
+    [7] gradients wait for the last F but one              1RECV_B0 <- 1F6      (of 8 F, all before B0)
+    [8] a copy to the host waits for the set, the copy     1OFFLOAD2 <- 1F2     1RELOAD2 <- 1OFFLOAD2     1B2 <- 1RELOAD2
+        back for that copy, and B for the copy back
+    [9] with copies, what takes a place waits for the      1F3 <- 1OFFLOAD1     1RELOAD1 <- 1B0
+        ops that free it; and OFFLOAD for room on the host
 
 With a split backward I stands for B in [1], [2], [4] and [6], and W in [3]: a set is free when its W has ended.
 
-Ops of the same lane need no waits: their order is the lane's. The schedule still states [1] between neighbours on one
-rank, because there the order of the lane carries data from one stage to the other.
+[9] goes by `Schedule.order`: with K places, number n of the ops that take one waits for the first n - K of those that free one. So when n
+have begun, n - K have ended, and at most K sets are there, whatever the timing.
+
+Ops of the same lane need no waits: their order is the lane's. Still, [1] is stated between neighbouring stages on
+one rank, because there an op reads what an earlier op of the lane wrote.
 """
 
 from __future__ import annotations
@@ -20,10 +27,10 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from pipetrain.schedule.alive import ENDS_SET, KEEPS_SET, peak_stash, places_freed
-from pipetrain.schedule.kinds import FINISHING, RECOMPUTE, Direction
+from pipetrain.schedule.alive import ENDS_SET, KEEPS_SET, peak_stash, places_freed, places_taken
+from pipetrain.schedule.kinds import FINISHING, OFFLOAD, RECOMPUTE, RELOAD, Direction
 from pipetrain.schedule.messages import receive_of, send_of, source_of
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Mode
@@ -43,13 +50,17 @@ def add_waits(schedule: Schedule, transport_ahead: int = 2) -> Schedule:
     stash = peak_stash(schedule)
     for rank in range(schedule.num_ranks):
         compute = schedule.lane(rank, Lane.COMPUTE)
+        for op in compute:
+            if (source := source_of(schedule, op)) is not None:
+                waits[op].append(source)  # [1]
+            if (send := send_of(schedule, op)) is not None:
+                waits[send].append(op)  # [5]
         for op, awaited in (
-            *_data_waits(schedule, compute),
-            *_recompute_waits(schedule, rank),
+            *_recompute_waits(schedule, rank, compute),
             *_receive_waits(schedule, compute, transport_ahead, stash),
         ):
             waits[op].append(awaited)
-    own = {op: op for _, _, op in schedule.ops()}  # the lanes' own objects: of many stages, equal ones would add up
+    own = {op: op for _, _, op in schedule.ops()}  # the Op objects in the lanes: equal copies would take memory
     return dataclasses.replace(
         schedule,
         waits={
@@ -58,29 +69,16 @@ def add_waits(schedule: Schedule, transport_ahead: int = 2) -> Schedule:
     )
 
 
-def _data_waits(schedule: Schedule, compute: Iterable[Op]) -> Iterator[Wait]:
-    for op in compute:
-        source = source_of(schedule, op)
-        if source is not None:
-            yield op, source  # [1]
-        send = send_of(schedule, op)
-        if send is not None:
-            yield send, op  # [5]
-
-
-def _recompute_waits(schedule: Schedule, rank: int) -> Iterator[Wait]:
-    if schedule.policy.mode is Mode.OVERLAP:
-        yield from _overlapped_waits(schedule, rank)
-    elif schedule.policy.mode is Mode.INLINE:
-        for op in schedule.lane(rank, Lane.COMPUTE):
-            if op.kind is RECOMPUTE:
-                gradient = source_of(schedule, read_by(schedule, op)[0])
-                if gradient is not None:
-                    yield op, gradient  # [4]
-
-
-def _overlapped_waits(schedule: Schedule, rank: int) -> Iterator[Wait]:
-    compute = schedule.lane(rank, Lane.COMPUTE)
+def _recompute_waits(schedule: Schedule, rank: int, compute: tuple[Op, ...]) -> Iterator[Wait]:
+    if schedule.policy.mode is Mode.INLINE:
+        for op in compute:
+            if op.kind is RECOMPUTE and (gradient := source_of(schedule, read_by(schedule, op)[0])) is not None:
+                yield op, gradient  # [4]
+    if schedule.order:
+        yield from _waits_with_copies(schedule, rank)
+        return
+    if schedule.policy.mode is not Mode.OVERLAP:
+        return
     pools = {stage: _Pool(schedule, stage, compute) for stage in {op.stage for op in compute}}
     for op in schedule.lane(rank, Lane.RECOMPUTE):
         yield read_by(schedule, op)[0], op  # [2]
@@ -88,6 +86,36 @@ def _overlapped_waits(schedule: Schedule, rank: int) -> Iterator[Wait]:
         full = pools[op.stage].last_full_before(op) if op.stage in pools else None
         if full is not None:
             yield op, full  # [3]
+
+
+def _waits_with_copies(schedule: Schedule, rank: int) -> Iterator[Wait]:
+    """[2] [3] [8] [9]; where R stands in the compute lane, its order says the same."""
+    overlaps = schedule.policy.mode is Mode.OVERLAP
+    taken, copies = defaultdict[int, int](int), defaultdict[tuple[int, Kind], list[Op]](list)
+    freed = defaultdict[tuple[int, bool], list[tuple[int, Op]]](
+        list
+    )  # per stage, by copies and by others: how many there were, and the op
+    ends = defaultdict[int, int](int)
+    for op in schedule.order[rank]:
+        stage, in_compute = op.stage, op.kind.row.lane_in(overlaps) is Lane.COMPUTE
+        if not in_compute:
+            yield op, Op(stage, op.kind.row.reads[0], op.microbatch)
+            if op.kind is not OFFLOAD:
+                yield read_by(schedule, op)[0], op
+            copies[stage, op.kind].append(op)
+        if places_taken(schedule, op):
+            taken[stage] += 1
+            most = taken[stage] - (schedule.policy.places_of(stage) or taken[stage])
+            for of_copies in (True,) if in_compute else (True, False):
+                own = freed[stage, of_copies]
+                number = bisect.bisect_right(own, most, key=lambda pair: pair[0])
+                yield from ((op, one) for _, one in own[max(0, number - 1) : number])
+        if places_freed(schedule, op):
+            ends[stage] += 1
+            freed[stage, op.kind is OFFLOAD].append((ends[stage], op))
+    for stage in taken:
+        if (room := schedule.policy.host_sets_of(stage)) is not None:
+            yield from zip(copies[stage, OFFLOAD][room:], copies[stage, RELOAD])
 
 
 def read_by(schedule: Schedule, recompute: Op) -> tuple[Op, ...]:
@@ -108,7 +136,7 @@ class _Pool:
         self._size = schedule.policy.places_of(stage)
         self._compute = compute
         self._place = {op: number for number, op in enumerate(compute) if op.stage == stage}
-        self._recomputed_ends: list[int] = []  # of those asked for so far, ascending
+        self._recomputed_ends: list[int] = []  # ends of the sets that `last_full_before` was asked for, ascending
         self._ends: list[int] = []
         self._kept: list[int] = []  # the slots of kept sets that are alive at each of the ends
         kept, per_set = 0, schedule.policy.num_parts(stage)
@@ -138,8 +166,8 @@ class _Pool:
 def _receive_waits(schedule: Schedule, compute: tuple[Op, ...], ahead: int, stash: tuple[int, ...]) -> Iterator[Wait]:
     used: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)  # places of consumers, per queue of receives
     receives = [receive_of(schedule, op) for op in compute]
-    # A rank has one way into the network. A gradient that no B can use before all F are done (in GPipe; in the others at
-    # their end) would take it from the activations of the last F, so it may come when only one of these is on its way.
+    # A rank receives over one network interface. A gradient that no B can use before all F have ended (in GPipe all, else the last ones)
+    # would delay the activations of the last F. So it is received when at most one of these is left to come.
     fed = [place for place, receive in enumerate(receives) if receive is not None and _goes(receive, Direction.FORWARD)]
     for place, receive in enumerate(receives):
         if receive is None:

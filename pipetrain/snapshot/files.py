@@ -9,14 +9,30 @@ Only a rename makes the first from the second, so a whole name never stands for 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+
+class Part(StrEnum):
+    """The sub-folders of a snapshot; each holds a safetensors file per rank."""
+
+    WEIGHTS = "weights"  # `3.mlp.weight`: parameters and buffers
+    OPTIMIZER = "optimizer"  # `3.mlp.weight/exp_avg`: the optimizer's state of a parameter
+    GENERATORS = "generators"  # `cpu`, `cuda`: torch's default generators; `python`, `numpy`: theirs, as JSON in bytes
+    OPTIONS = "options"  # `3.mlp.weight`: those of its group, as JSON in bytes; of a loop of the user's own alone
+
+
+ALWAYS = (Part.WEIGHTS, Part.OPTIMIZER, Part.GENERATORS)  # in every snapshot, if with no tensors
+
+
+STATE = "state.json"
 FOLDER_MODE = 0o750  # the owner writes, the group reads, others have no business here
 FILE_MODE = 0o640
 _WHOLE = re.compile(r"step-(\d{8,})")
@@ -26,6 +42,11 @@ _LEFT_OVER = re.compile(r"step-\d{8,}\.(partial|removed)-[0-9a-f]+")
 def path_of(folder: Path, step: int) -> Path:
     """Where the whole snapshot after `step` steps lies."""
     return folder / f"step-{step:08d}"
+
+
+def rank_path(part: Part, rank: int) -> str:
+    """The file of one rank, relative to the snapshot's folder."""
+    return f"{part}/rank-{rank:04d}.safetensors"
 
 
 def draft_path(folder: Path, step: int, token: int) -> Path:
@@ -44,11 +65,11 @@ def steps_in(folder: Path) -> list[int]:
 
 def publish(draft: Path, target: Path) -> None:
     """Give a draft its whole name. What had that name (a damaged snapshot, or an older run's) is removed."""
-    sync_folder(draft)
+    sync(draft)
     if target.exists():
         _remove(target)
     draft.rename(target)
-    sync_folder(target.parent)
+    sync(target.parent)
 
 
 def prune(folder: Path, step: int, keep_last: int | None, keep_multiples_of: int | None = None) -> None:
@@ -93,9 +114,16 @@ def canonical_json(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 
 
-def sync_folder(path: Path) -> None:
-    """The names in a folder, on the disk. Without it a rename may be lost with the machine's power."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync_lines(run: Path) -> None:
+    """The lines that a run has written about its steps, on the disk where it can: a resume writes none of those before its snapshot."""
+    for path in (*run.glob("*.jsonl"), run):
+        with contextlib.suppress(OSError):
+            sync(path)
+
+
+def sync(path: Path) -> None:
+    """What a file holds, or the names in a folder, on the disk. Without it a rename may be lost with the machine's power."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(descriptor)
     finally:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 import stat
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pipetrain.snapshot.files import canonical_json, write_durable_json
+from pipetrain.config.read_files import DamagedFile, fitted, parse_json, read_bytes
+from pipetrain.snapshot.files import ALWAYS, STATE, Part, canonical_json, rank_path, write_durable_json
 
 NAME = "manifest.json"
 FORMAT_VERSION = 1
+OLDER = "name an older snapshot"
 
 
 class SnapshotDamaged(ValueError):
@@ -35,6 +37,11 @@ class Manifest:
 
     step: int
     files: tuple[FileRecord, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that wrote."""
+        return max(len(self.paths(part)) for part in Part)
 
     def paths(self, folder: str) -> list[str]:
         """The files of one sub-folder, in order."""
@@ -64,16 +71,16 @@ def check_whole(folder: Path) -> Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest by itself. Raises SnapshotDamaged: missing, changed, of another version, or with a path that leads out of the folder."""
     path = folder / NAME
+    if not path.exists():
+        raise SnapshotDamaged(f"{path} is missing: the snapshot was not written to its end")
     try:
-        data = path.read_bytes()
-        document = json.loads(data)
-        digest = document.pop("sha256")
-    except FileNotFoundError as error:
-        raise SnapshotDamaged(f"{path} is missing: the snapshot was not written to its end") from error
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        data = read_bytes(path, OLDER)
+        document = fitted(dict[str, Any], parse_json(data))
+    except ValueError as error:
         raise SnapshotDamaged(
-            f"{path} cannot be read ({str(error).partition(chr(10))[0] or type(error).__name__})"
+            str(error if isinstance(error, DamagedFile) else DamagedFile(path, error, OLDER))
         ) from error
+    digest = document.pop("sha256", None)
     if digest != _digest(document) or canonical_json({**document, "sha256": digest}) != data:
         raise SnapshotDamaged(f"{path} has changed since it was written (SHA-256 differs)")
     if document.get("format_version") != FORMAT_VERSION:
@@ -86,7 +93,7 @@ def read_manifest(folder: Path) -> Manifest:
 def record_of(folder: Path, path: str) -> FileRecord:
     """Size and SHA-256 of a file as it lies on the disk."""
     try:
-        with (folder / path).open("rb") as file:
+        with os.fdopen(os.open(folder / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             return FileRecord(path, file.tell(), digest)
     except OSError as error:
@@ -95,23 +102,33 @@ def record_of(folder: Path, path: str) -> FileRecord:
 
 def _from_document(path: Path, document: dict[str, Any]) -> Manifest:
     try:
-        files = tuple(
-            FileRecord(str(file["path"]), int(file["num_bytes"]), file["sha256"]) for file in document["files"]
-        )
-        manifest = Manifest(int(document["step"]), files)
-    except (KeyError, TypeError, ValueError) as error:
-        raise SnapshotDamaged(f"{path} is no manifest ({type(error).__name__}: {error})") from error
+        manifest: Manifest = fitted(Manifest, {key: document.get(key) for key in ("step", "files")})
+    except ValueError as error:
+        raise SnapshotDamaged(f"{path} is no manifest ({error})") from error
     for file in manifest.files:
         _check_inside(path.parent, file.path)
+    _check_complete(path, manifest)
     return manifest
 
 
+def _check_complete(path: Path, manifest: Manifest) -> None:
+    """A file that the manifest leaves out would be read unchecked: so it names the state, and of each rank a file of every part."""
+    named = {file.path for file in manifest.files}
+    parts = {*ALWAYS, *(part for part in Part if manifest.paths(part))}
+    wanted = {STATE, *(rank_path(part, rank) for part in parts for rank in range(max(1, manifest.num_ranks)))}
+    if wrong := sorted(wanted ^ named):
+        does = "leaves out" if wrong[0] in wanted else "names"
+        raise SnapshotDamaged(
+            f"{path} {does} {wrong[0]!r}: a snapshot is {STATE}, and of each rank a file of every part"
+        )
+
+
 def _check_inside(folder: Path, path: str) -> None:
-    """Whoever can write a manifest must not make us read other files: no `..`, no absolute path, no link on the way."""
+    """Whoever can write a manifest must not make us read other files: no `..`, no absolute path, no link."""
     parts = PurePosixPath(path).parts
     climbs = not parts or path.startswith("/") or ".." in parts or "\\" in path or "\0" in path
     if not climbs:
-        climbs = not (folder / path).resolve().is_relative_to(folder.resolve())
+        climbs = (folder / path).resolve() != folder.resolve() / path
     if climbs:
         raise SnapshotDamaged(f"{folder / NAME} names {path!r}, which is not inside the snapshot: it is not used")
 

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipetrain.comm.group import Group
+from pipetrain.config.read_files import parse_json
+from pipetrain.config.terminal import say
 from pipetrain.models.trained import Beside, Model, Optimizer
 from pipetrain.plan.plan import Plan
 from pipetrain.snapshot.reader import Snapshot
 from pipetrain.snapshot.saver import Saver
-from pipetrain.snapshot.session import agreed, as_dict, say_on_stderr
+from pipetrain.snapshot.session import agreed, as_dict
 from pipetrain.snapshot.start import look_for
 from pipetrain.snapshot.state import Part, RunState, known_to_json, options_of, restore_options, tensors_of
 
@@ -78,8 +80,7 @@ def save(
         pipeline, optimizer, ranks.device, replica=ranks.coordinates.replica, num_replicas=plan.num_replicas
     )
     tensors[Part.OPTIONS] = options_of(pipeline, optimizer)
-    saves = _saves_of(pipeline)
-    saves.save(Path(folder).absolute(), state, tensors, keep_last, optimizer)
+    _saves_of(pipeline).save(Path(folder).absolute(), state, tensors, keep_last, optimizer)
 
 
 def load(
@@ -101,7 +102,7 @@ def load(
     for one in pipeline.beside:
         one.wait()
     ranks = pipeline.ranks
-    snapshot = agreed(ranks, lambda: look_for(Path(folder), say_on_stderr))
+    snapshot = agreed(ranks, lambda: look_for(Path(folder), say))
     if snapshot is None:
         return None
     loop = snapshot.state.loop or {}
@@ -109,11 +110,11 @@ def load(
     snapshot.restore(pipeline, optimizer, ranks.rank, ranks.device)
     restore_options(pipeline, optimizer, snapshot.tensors(Part.OPTIONS))
     if scheduler is not None:
-        scheduler.load_state_dict(_like(json.loads(loop["scheduler"]), scheduler.state_dict()))
+        scheduler.load_state_dict(_like(parse_json(loop["scheduler"]), scheduler.state_dict()))
     pipeline.step_index, pipeline.seed = snapshot.state.step, snapshot.state.config["seed"]
     if ranks.rank == 0:
-        say_on_stderr(f"going on from {snapshot.folder}")
-    extra = json.loads(loop.get("extra", "null"))
+        say(f"going on from {snapshot.folder}")
+    extra = parse_json(loop.get("extra", "null"))
     return {} if extra is None else extra
 
 
@@ -135,9 +136,7 @@ class Saves:
     ) -> None:
         saver = self._savers.get(folder)
         if saver is None:
-            saver = Saver(
-                folder, rank=self._ranks.rank, agree=self._ranks.largest, keep_last=keep_last, say=say_on_stderr
-            )
+            saver = Saver(folder, rank=self._ranks.rank, agree=self._ranks.largest, keep_last=keep_last, say=say)
             self._savers[folder] = saver
         saver.wait()  # the save before keeps as many as it was told
         saver.keep_last = keep_last

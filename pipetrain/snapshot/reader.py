@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipetrain.config.read_files import read_record
 from pipetrain.config.renamed import current_values
 from pipetrain.models.trained import Model, Optimizer
 from pipetrain.models.weights import tensors_in
-from pipetrain.snapshot.manifest import SnapshotDamaged, check_whole, read_manifest
-from pipetrain.snapshot.state import Part, RunState, restore_generators, restore_optimizer
-
-STATE = "state.json"
+from pipetrain.snapshot.files import STATE, Part, rank_path
+from pipetrain.snapshot.manifest import OLDER, SnapshotDamaged, check_whole, read_manifest
+from pipetrain.snapshot.state import RunState, restore_generators, restore_optimizer
 
 
 class Snapshot:
@@ -32,10 +32,9 @@ class Snapshot:
         self.folder = folder
         self._manifest = read_manifest(folder) if checked else check_whole(folder)
         self.state = _read_state(folder / STATE)
-        if self.state.step != self._manifest.step:
-            raise SnapshotDamaged(
-                f"{folder}: {STATE} is of step {self.state.step}, the manifest of step {self._manifest.step}"
-            )
+        for what in ("step", "num_ranks"):
+            if (there := getattr(self.state, what)) != (listed := getattr(self._manifest, what)):
+                raise SnapshotDamaged(f"{folder}: {STATE} has {what}={there}, the manifest {listed}")
 
     def tensors(self, part: Part) -> Mapping[str, Tensor]:
         """All tensors of a part, of all ranks that wrote it."""
@@ -56,26 +55,30 @@ class Snapshot:
         self.restore_weights(model)
         restore_optimizer(model, optimizer, self.tensors(Part.OPTIMIZER))
         if rank < self.state.num_ranks:
-            restore_generators(tensors_in([self.folder / rank_path(Part.GENERATORS, rank)]), device)
+            path = self.folder / rank_path(Part.GENERATORS, rank)
+            try:
+                restore_generators(tensors_in([path]), device)
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:  # of torch, Python and numpy
+                raise SnapshotDamaged(f"{path} holds no state of generators ({error}); {OLDER}") from error
 
 
-def rank_path(part: Part, rank: int) -> str:
-    """The file of one rank, relative to the snapshot's folder."""
-    return f"{part}/rank-{rank:04d}.safetensors"
+@contextmanager
+def taken_from(folder: Path, *also: type[Exception]) -> Iterator[None]:
+    """The block uses values of a state, which may be of any kind: an error of Python's, or `also` of these, is one of the snapshot.
+
+    Raises SnapshotDamaged: the values are not what a run has saved.
+    """
+    kinds: tuple[type[Exception], ...] = (AttributeError, IndexError, KeyError, OverflowError, TypeError, *also)
+    try:
+        yield
+    except kinds as error:
+        what = f"{type(error).__name__}: {error}"
+        raise SnapshotDamaged(f"{folder / STATE} holds no state of a run ({what}); {OLDER}") from error
 
 
 def _read_state(path: Path) -> RunState:
     try:
-        value: Any = json.loads(path.read_bytes())
-        return RunState(
-            step=int(value["step"]),
-            num_ranks=int(value["num_ranks"]),
-            config=current_values(value["config"]),
-            plan=dict(value["plan"]),
-            data=value.get("data"),
-            guard=dict(value.get("guard", {})),
-            tokens=dict(value.get("tokens", {})),
-            loop=value.get("loop"),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SnapshotDamaged(f"{path} cannot be read ({error})") from error
+        state = read_record(RunState, path, OLDER)
+        return replace(state, config=current_values(state.config))
+    except ValueError as error:
+        raise SnapshotDamaged(str(error)) from error

@@ -27,12 +27,14 @@ from torch import Tensor
 
 from pipetrain.comm.device import Device, Stream, device_of
 from pipetrain.snapshot import files as folders
+from pipetrain.snapshot.files import ALWAYS, STATE, Part, rank_path
 from pipetrain.snapshot.manifest import FileRecord, record_of, write_manifest
-from pipetrain.snapshot.reader import STATE, rank_path
-from pipetrain.snapshot.state import Part, RunState
+from pipetrain.snapshot.state import RunState
 from pipetrain.snapshot.tensors import Image
 
 Agree = Callable[[int], int]  # collective: the largest number that any rank gave
+_LONGEST_PAUSE = 8  # polls
+_LONG_AFTER = 32  # polls after all is written, when a snapshot has long had its name
 
 
 class _Progress(IntEnum):
@@ -67,6 +69,9 @@ class _Save:
     draft: Path
     copied: threading.Event
     job: Future[None]
+    left: int  # polls to the next agreement, in which a rank that is early waits for the others
+    pause: int = 2  # polls from there to the one after it
+    polls: int = 0  # so far
     committing: bool = False  # every rank's files are written; rank 0 makes the snapshot of them
 
 
@@ -78,6 +83,7 @@ class Saver:
         keep_last: how many snapshots are kept, 1 or more; None: all.
         keep_multiples_of: snapshots of such steps are kept for good; None: there are none.
         say: told what the user should know.
+        run: the folder of the run, whose lines about steps are on the disk before a snapshot of these steps; None: it has none.
     """
 
     def __init__(
@@ -89,6 +95,7 @@ class Saver:
         keep_last: int | None,
         say: Callable[[str], None],
         keep_multiples_of: int | None = None,
+        run: Path | None = None,
     ) -> None:
         self.last_step: int | None = None  # of the newest snapshot that was written here
         self._folder = folder
@@ -97,9 +104,11 @@ class Saver:
         self.keep_last = keep_last
         self._keep_multiples_of = keep_multiples_of
         self._say = say
+        self._run = run
         self._images: dict[Part, Image] = {}
         self._streams: dict[torch.device, tuple[Device, Stream]] = {}  # for copies, one for each device; torch has few
         self._save: _Save | None = None
+        self._first_agreement = 1  # in this poll of a save: about when the one before was written
         if rank == 0:
             folders.remove_left_overs(folder)
 
@@ -109,8 +118,8 @@ class Saver:
         Waits for the save before. Collective.
         """
         self.wait()
-        token = self._agree(self._open_draft(state.step, tensors) if self._rank == 0 else 0)
-        if token == 0:
+        tensors = {part: {} for part in ALWAYS} | dict(tensors)
+        if not (token := self._agree(self._open_draft(state.step, tensors) if self._rank == 0 else 0)):
             return
         draft = folders.draft_path(self._folder, state.step, token)
         versions = _versions(tensors)
@@ -124,7 +133,7 @@ class Saver:
                 copied.set()
             _write_files(draft, self._rank, self._images)
 
-        self._save = _Save(state, draft, copied, _in_thread(write))
+        self._save = _Save(state, draft, copied, _in_thread(write), self._first_agreement)
 
     def before_update(self) -> None:
         """Returns when the tensors that were given to `save` may change: they are copied, or could not be."""
@@ -132,15 +141,23 @@ class Saver:
             self._save.copied.wait()
 
     def poll(self) -> None:
-        """Take a save further that has come to its next agreement; does not wait. Collective."""
-        save = self._save
-        if save is None:
-            return
+        """Take a save further that has come to its next agreement; does not wait. Collective.
+
+        Ranks agree about when the save before was written, and after pauses of 2, 4, and at most 8 polls while one of them still writes.
+        """
+        if self._save is not None:
+            self._save.polls += 1
+            self._save.left -= 1
+            if self._save.left == 0:
+                self._advance(self._save)
+
+    def _advance(self, save: _Save) -> None:
         own = _Progress.RUNNING
         if save.job.done():
             own = _Progress.DONE if save.job.exception() is None else _Progress.FAILED
         progress = _Progress(self._agree(own))
         if progress is _Progress.RUNNING:
+            save.left, save.pause = save.pause, min(2 * save.pause, _LONGEST_PAUSE)
             return
         if progress is _Progress.FAILED:
             if (error := save.job.exception() if save.job.done() else None) is not None:
@@ -155,17 +172,20 @@ class Saver:
             def commit() -> None:
                 if self._rank == 0:
                     _write_manifest(save.draft, save.state)
+                    if self._run is not None:
+                        folders.sync_lines(self._run)
                     folders.publish(save.draft, folders.path_of(self._folder, save.state.step))
                     folders.prune(self._folder, save.state.step, self.keep_last, self._keep_multiples_of)
 
-            save.committing = True
+            self._first_agreement = min(max(1, save.polls - 1), _LONGEST_PAUSE)
+            save.committing, save.left = True, _LONG_AFTER
             save.job = _in_thread(commit)
 
     def wait(self) -> None:
         """Until there is no save on its way. Collective."""
         while self._save is not None:
             self._save.job.exception()  # it waits
-            self.poll()
+            self._advance(self._save)
 
     def _copy(self, tensors: Mapping[Part, Mapping[str, Tensor]], streams: list[tuple[Device, Stream]]) -> None:
         with ExitStack() as stack:
@@ -244,7 +264,7 @@ def _write_manifest(draft: Path, state: RunState) -> None:
         path.unlink()
     folders.write_durable_json(draft / STATE, asdict(state))
     for part in {Path(file.path).parent for file in files}:
-        folders.sync_folder(draft / part)
+        folders.sync(draft / part)
     write_manifest(draft, state.step, [record_of(draft, STATE), *files])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -14,12 +13,13 @@ import torch
 from torch import Tensor
 
 from pipetrain.config.records import RunConfig
+from pipetrain.config.terminal import say
 from pipetrain.models.spec import TensorMapping, unchanged
 from pipetrain.models.trained import Model, Optimizer
 from pipetrain.models.weights import WEIGHTS_AT_END, Together, has_weights, read_weights, tensors_in
 from pipetrain.plan.plan import Plan
 from pipetrain.snapshot.files import path_of
-from pipetrain.snapshot.reader import Snapshot
+from pipetrain.snapshot.reader import Snapshot, taken_from
 from pipetrain.snapshot.saver import Saver
 from pipetrain.snapshot.start import (
     AUTO,
@@ -85,7 +85,8 @@ class Snapshots:
             agree=ranks.largest,
             keep_last=config.snapshot.keep_last,
             keep_multiples_of=None if every is None or keep_every is None else every * keep_every,
-            say=say_on_stderr,
+            say=say,
+            run=run_dir,
         )
         self._start = agreed(ranks, self._look_for_start)
         self.first_step = 1 if self._start is None else self._start.state.step + 1
@@ -106,10 +107,10 @@ class Snapshots:
         self._model, self._optimizer, self._guard, self._tokens = model, optimizer, guard, tokens
         if self._start is not None:
             self._start.restore(model, optimizer, self._ranks.rank, self._ranks.device)
-            if guard is not None:
-                guard.load_state_dict(self._start.state.guard)
-            if tokens is not None:
-                tokens.load_state_dict(self._start.state.tokens)
+            for carried, state in ((guard, self._start.state.guard), (tokens, self._start.state.tokens)):
+                if carried is not None:
+                    with taken_from(self._start.folder, ValueError):
+                        carried.load_state_dict(state)
         elif self._config.init_from is not None:
             _initialize(model, Path(self._config.init_from), from_file)
 
@@ -158,7 +159,7 @@ class Snapshots:
         self._saver.wait()
 
         def look_for_newest() -> Path | None:
-            return newest_whole(self._folder, say_on_stderr) or (None if self._start is None else self._start.folder)
+            return newest_whole(self._folder, say) or (None if self._start is None else self._start.folder)
 
         snapshot = agreed(self._ranks, look_for_newest)
         if snapshot is None:
@@ -179,15 +180,16 @@ class Snapshots:
         resume = self._config.resume
         if resume is None:
             return None
-        path = newest_whole(self._folder, say_on_stderr) if resume == AUTO else find(Path(resume), say_on_stderr)
+        path = newest_whole(self._folder, say) if resume == AUTO else find(Path(resume), say)
         if path is None:
             return None
         state, now = Snapshot(path, checked=True).state, as_dict(self._config)
-        check_same_run(path, state, now)
-        check_same_data(path, state, self._data)
-        say_on_stderr(f"going on from {path}")
-        for told in told_of_replicas(state, self._plan.num_replicas, now):
-            say_on_stderr(told)
+        with taken_from(path):
+            check_same_run(path, state, now)
+            check_same_data(path, state, self._data)
+            told = [f"going on from {path}", *told_of_replicas(state, self._plan.num_replicas, now)]
+        for one in told:
+            say(one)
         return path
 
 
@@ -217,7 +219,7 @@ def _initialize(model: Model, path: Path, from_file: TensorMapping) -> None:
     elif has_weights(path / WEIGHTS_AT_END):
         weights = from_file(read_weights(path / WEIGHTS_AT_END))
     else:
-        weights = Snapshot(find(path, say_on_stderr)).tensors(Part.WEIGHTS)
+        weights = Snapshot(find(path, say)).tensors(Part.WEIGHTS)
     try:
         model.load_state_dict(weights)
     except (ValueError, RuntimeError) as error:
@@ -228,7 +230,3 @@ def as_dict(record: Any) -> dict[str, Any]:
     """A record as JSON gives it back: tuples are lists."""
     plain: dict[str, Any] = json.loads(json.dumps(asdict(record)))
     return plain
-
-
-def say_on_stderr(text: str) -> None:
-    print(f"pipetrain: {text}", file=sys.stderr, flush=True)

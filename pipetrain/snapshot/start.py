@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 AUTO = "auto"
+SNAPSHOTS = "snapshots"  # the folder of a run folder that holds them
 _MICROBATCHES = "pipeline.num_microbatches"
 _MISSING = object()
 
@@ -25,7 +26,7 @@ _MISSING = object()
 def check_start(resume: str | None, init_from: str | None, run_dir: str | None) -> None:
     """Check `resume` and `init_from` before a process starts.
 
-    Raises ValueError: keys that exclude each other, or a path that does not exist.
+    Raises ValueError: keys that exclude each other, a path that does not exist, or half a snapshot.
     """
     if resume == AUTO and run_dir is None:
         raise ValueError("resume=auto: resumes from the newest snapshot in run_dir; give run_dir=PATH as well")
@@ -35,6 +36,10 @@ def check_start(resume: str | None, init_from: str | None, run_dir: str | None) 
         if path not in (None, AUTO) and not Path(str(path)).exists():
             raise ValueError(
                 f"{key}={path}: there is nothing; name a snapshot such as runs/latest/snapshots/step-00000200"
+            )
+        if path is not None and Path(path).name.startswith("step-") and not (Path(path) / NAME).exists():
+            raise ValueError(
+                f"{key}={path}: {NAME} is missing in it, as it was not written to its end; name an older one"
             )
 
 
@@ -106,9 +111,6 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
     for name in key.split("."):
         value = value.get(name, _MISSING) if isinstance(value, Mapping) else _MISSING
     return value
-
-
-SNAPSHOTS = "snapshots"  # the folder of a run folder that holds them
 
 
 def newest_whole(folder: Path, say: Callable[[str], None]) -> Path | None:

@@ -6,25 +6,15 @@ import json
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pipetrain.config.read_files import fitted, parse_json
 from pipetrain.models.trained import Model, Optimizer, Sharded
-
-
-class Part(StrEnum):
-    """The sub-folders of a snapshot; each holds a safetensors file per rank."""
-
-    WEIGHTS = "weights"  # `3.mlp.weight`: parameters and buffers
-    OPTIMIZER = "optimizer"  # `3.mlp.weight/exp_avg`: the optimizer's state of a parameter
-    OPTIONS = (
-        "options"  # `3.mlp.weight`: those of its group in the optimizer, as JSON in bytes; of a loop of the user's own
-    )
-    GENERATORS = "generators"  # `cpu`, `cuda`: torch's default generators; `python`, `numpy`: theirs, as JSON in bytes
+from pipetrain.snapshot.files import Part as Part
 
 
 @dataclass(frozen=True)
@@ -132,7 +122,7 @@ def restore_options(model: Model, optimizer: Optimizer, saved: Mapping[str, Tens
             raise ValueError(
                 f"group {number} of the optimizer has parameters that were in groups with other options; make the groups as before"
             )
-        for key, value in json.loads(had.pop()).items() if had else ():
+        for key, value in fitted(dict[str, Any], parse_json(had.pop())).items() if had else ():
             group[key] = tuple(value) if isinstance(value, list) else value
 
 
@@ -212,7 +202,7 @@ def _bytes_of(value: Any) -> Tensor:
 
 
 def _json_of(data: Tensor) -> Any:
-    return json.loads(bytes(data.tolist()))
+    return parse_json(bytes(data.tolist()))
 
 
 def _only_tensors(values: Mapping[str, Any]) -> Iterable[tuple[str, Tensor]]:

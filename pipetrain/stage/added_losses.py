@@ -1,6 +1,6 @@
 """Losses that layers add to the loss of their microbatch (`pipetrain.add_loss`): they go with the output, from stage to stage, to the loss.
 
-stage 0   a0                           leaves the stage as one more tensor of its output, so its gradient comes back as any other's
+stage 0   a0, the sum of its losses    leaves the stage as one more tensor of its output, so its gradient comes back as any other's
 stage 1   a0 + a1
 last      loss_fn(...) + (a0 + a1)     times the weight of the microbatch
 """
@@ -17,18 +17,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# Where losses go that are added now; None: no layer of a pipeline runs.
+# The collector that `add_loss` appends to; None: no layer of a pipeline runs.
 _IN_FORCE: ContextVar[AddedLosses | None] = ContextVar("added losses", default=None)
-# What runs wherever a module is called.
+# The code through which every call of a module goes.
 _CALLS = frozenset({nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__})
 
 
 def add_loss(loss: Tensor) -> None:
     """Add `loss` to the loss of the microbatch that runs, in the forward of any layer of a pipeline: the load balance of experts, say.
 
-    It weighs what `loss_fn`'s loss of that microbatch does; the loss that `step` and `evaluate` return contains it on every rank, and its
+    It has the weight of `loss_fn`'s loss of that microbatch; the loss that `step` and `evaluate` return contains it on every rank, and its
     gradient is back-propagated. Losses are summed in the order of the layers and of their calls, and the sum is added to that of `loss_fn`.
-    A recompute and the call of a pipeline leave it out, and so does a module that is used as plain torch.
+    It has no effect in a recompute, in the call of a pipeline, and in a module that is used as plain torch.
 
     Args:
         loss: 0-dim, of a floating-point dtype, on the layer's device; in a step it needs a gradient.
@@ -40,7 +40,7 @@ def add_loss(loss: Tensor) -> None:
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         found = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ValueError(f"add_loss was given {found}: give a 0-dim floating-point tensor, such as aux.mean()")
-    is_compiling = torch.compiler.is_compiling()  # then what it cannot trace is not asked
+    is_compiling = torch.compiler.is_compiling()  # then checks that it cannot trace are left out
     if not is_compiling and torch._C._current_graph_task_id() != -1:
         return  # torch.utils.checkpoint runs a forward again, in its backward
     in_force = _IN_FORCE.get()
@@ -50,7 +50,7 @@ def add_loss(loss: Tensor) -> None:
                 "add_loss was given a loss that needs no gradient: detach(), item() and torch.no_grad() cut it off, or all that it is "
                 "made from is frozen; leave it out there"
             )
-        in_force.of_layer.append(loss.clone())  # whatever is done to the layer's own tensor later
+        in_force.of_layer.append(loss.clone())  # the layer may change its own tensor later
     elif not is_compiling and not _is_in_a_module():
         raise RuntimeError(
             "add_loss was called outside of a forward: call it in the forward of a layer of the pipeline; in loss_fn, add to what it returns"
@@ -65,18 +65,21 @@ def _is_in_a_module() -> bool:
 
 
 class WithLosses(NamedTuple):
-    """What leaves a stage in which losses were added, or in one before: its output, and their sum, 0-dim."""
+    """The output of a stage with the 0-dim sum of all losses that were added in it and in the stages before."""
 
     output: Any
     losses: Tensor
 
 
 class AddedLosses:
-    """In its block `add_loss` appends to `of_layer`; `losses` are those of the layers that have ended, and of the stages before."""
+    """In its block `add_loss` appends to `of_layer`. `losses` are those that finished layers added, and the sum from the stages before. `value`
+    is the input of a stage as its first layer gets it."""
 
-    def __init__(self) -> None:
-        self.losses: list[Tensor] = []
-        # Another list for each layer: compiled code depends on how many are in it.
+    def __init__(self, given: Any = None) -> None:
+        is_with_losses = type(given) is WithLosses
+        self.value = given.output if is_with_losses else given
+        self.losses: list[Tensor] = [given.losses] if is_with_losses else []
+        # A new list for each layer, because compiled code is specialised on its length.
         self.of_layer: list[Tensor] = []
         self.needs_gradient = torch.is_grad_enabled()
         self._around = _IN_FORCE.get()
@@ -88,22 +91,15 @@ class AddedLosses:
     def __exit__(self, *_: object) -> None:
         _IN_FORCE.set(self._around)
 
-    def take(self, value: Any) -> Any:
-        """What the first layer gets of the input of a stage."""
-        if not isinstance(value, WithLosses):
-            return value
-        self.losses.append(value.losses)
-        return value.output
-
     def beside(self, output: Any) -> Any:
-        """`output` with the losses up to here; as it is where there are none."""
+        """`output` with the sum of the losses so far; `output` itself if there are none."""
         return WithLosses(output, self._sum()) if self.losses else output
 
     def added_to(self, loss: Tensor) -> Tensor:
-        """The loss of `loss_fn` with those of the layers, and what `loss_fn` has added."""
+        """The loss of `loss_fn`, plus the losses that layers, and `loss_fn` itself, gave to `add_loss`."""
         self.losses += self.of_layer
         self.of_layer = []
-        return loss + self._sum() if self.losses else loss
+        return loss + self._sum()
 
     def _sum(self) -> Tensor:
         first, *others = self.losses

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.tensor_copies import is_dense, storage_key
 
-# What autocast runs in low precision on every device, as a layer calls it: these neither change a weight nor return a view of it.
+# Functions, as layers call them, that autocast runs in low precision on every device. None changes a weight or returns a view of it.
 # Whatever else multiplies by a frozen weight (an einsum, nn.MultiheadAttention) casts as it would without us.
 _CASTING = frozenset((
     F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
@@ -40,20 +40,20 @@ class WeightCasts:
         self._device = device.type
         self._meter = meter
         self._of_trained: dict[int, StorageWeakRef] = {}  # by the weight's identity
-        self._frozen: dict[int, Mapping[int, Tensor]] = {}  # by layer, the weights that are cast once, by identity
+        self._frozen: dict[int, Mapping[int, Tensor]] = {}  # layer -> id of a weight that is cast once -> weight
         # By the weight's identity: its version, its address and its cast.
         self._of_frozen: dict[tuple[int, torch.dtype], tuple[int, int, Tensor]] = {}
         self._left_out: set[int] = set()
         self._is_stale = False
 
     def is_active(self) -> bool:
-        """Whether autocast is in force: around a step, and where a layer multiplies, which may have switched it off."""
+        """Whether autocast is on: asked around a step, and again at each product, as a layer may have switched it off."""
         return torch.is_autocast_enabled(self._device)
 
     # Trained ------------------------------------------------------------------------------------------------------
 
     def see(self, saved: Tensor) -> None:
-        """F saves this for backward: of what autocast keeps, nothing is held for a set."""
+        """F saves this for backward: the meter does not count a cast that autocast keeps."""
         weight = self._weight_cast_in(saved)
         if weight is not None:
             new = StorageWeakRef(saved.untyped_storage())  # type: ignore[no-untyped-call]
@@ -61,33 +61,33 @@ class WeightCasts:
                 self._leave_out(new.cdata)
 
     def see_again(self, saved: Tensor) -> None:
-        """R saves this. Where it is no cast that F has made, autocast had forgotten that one, and keeps R's now."""
+        """R saves this. If it is the cast of a weight but not F's, autocast has lost F's cast and now keeps that of R."""
         weight = self._weight_cast_in(saved)
         if weight is not None:
             known = self._of_trained.get(id(weight))
             self._is_stale |= known is None or known.cdata != storage_key(saved)
 
     def end_recompute(self) -> None:
-        """R is over. A cast of its own is on its stream and has its graph: no F may get it."""
+        """R is over. If it made a cast, clear autocast's cache: that cast belongs to R's stream and graph, and no F may get it."""
         if self._is_stale:
             torch.clear_autocast_cache()
             self._is_stale = False
 
     def _weight_cast_in(self, saved: Tensor) -> Tensor | None:
-        """The weight of which `saved` is a cast, or looks into one."""
+        """The weight whose cast `saved` is, or is a view of."""
         if saved.dtype is not torch.get_autocast_dtype(self._device):
             return None
         node = saved.grad_fn if saved._base is None else saved._base.grad_fn
         if node is None or node.name() != "ToCopyBackward0":
             return None
-        return getattr(node.next_functions[0][0], "variable", None)  # a node that accumulates has one
+        return getattr(node.next_functions[0][0], "variable", None)  # AccumulateGrad has one
 
     # Frozen -------------------------------------------------------------------------------------------------------
 
     def once(self, number: int, call: Callable[[Any], Any], *, make: bool) -> Callable[[Any], Any]:
-        """`call`, which runs a layer, with casts of frozen weights that are made once; `make` them, or only use what is there."""
+        """Wrap `call`, which runs a layer: it gets casts of frozen weights, made once per step. With `make=False` it gets only those that exist."""
         if number not in self._frozen:
-            own = self._layers[number : number + 1]  # none: it is the loss
+            own = self._layers[number : number + 1]  # empty: it is the loss
             weights = [weight for layer in own if not has_compiled(layer) for weight in layer.parameters()]
             self._frozen[number] = {
                 id(weight): weight
@@ -106,7 +106,7 @@ class WeightCasts:
         return run
 
     def cast(self, weight: Tensor, *, make: bool) -> Tensor:
-        """The cast of a frozen weight, as autocast makes it; the weight itself where there is none yet and none is to be made."""
+        """The cast of a weight, as autocast makes it; without one, and without `make`, the weight itself."""
         dtype = torch.get_autocast_dtype(self._device)
         version, address, cast = self._of_frozen.get((id(weight), dtype), (-1, 0, weight))
         if version == weight._version and address == weight.data_ptr() and not cast._version:
@@ -152,5 +152,5 @@ class _CastOnce(TorchFunctionMode):
 
 
 def has_compiled(layer: nn.Module) -> bool:
-    """Whether torch.compile runs a part of it, which casts as it was compiled."""
+    """Whether torch.compile runs a part of it: compiled code casts as it was compiled."""
     return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in layer.modules())

@@ -23,24 +23,28 @@ class SavedTensorChanged(RuntimeError):
 
 
 class LayerRefused(RuntimeError):
-    """A layer does in its forward what no stage can give it; the message says what to do."""
+    """A layer's forward needs what no stage can give, such as a gradient through another stage; the message says what to do."""
 
 
 class StateChanged(RuntimeError):
-    """A forward changes a buffer, a parameter or a module, so that a later R or B would find another one than F used."""
+    """A forward changes a buffer, a parameter or a module, so that a later R or B would read another value than F."""
 
 
+LOSS_WITHOUT_GRADIENT = (
+    "loss_fn returned a loss that needs no gradient, although parameters of the model do: a layer or loss_fn cuts it off from them, as "
+    "detach(), argmax(), item() and torch.no_grad() do. Use operations that have a gradient, or `evaluate` for a loss without one"
+)
 _INSTEAD = "use the operation that returns a new tensor (relu instead of relu_, x + y instead of x += y)"
 # What torch.func says where saved-tensor hooks are in force.
 _FUNCTORCH_REFUSES = "don't yet support saved tensor hooks"
-# What torch.autograd.grad says of a tensor from which nothing leads to its outputs.
+# What torch.autograd.grad says if its outputs do not depend on a tensor.
 _NOT_IN_THE_GRAPH = "appears to not have been used in the graph"
-# What torch says, who looks by itself where there are no hooks.
+# What autograd says of a saved tensor that was changed in place. It looks for that only without hooks.
 _CHANGED_IN_PLACE = "modified by an inplace operation"
 
 
 def refuses_hooks(error: BaseException) -> bool:
-    """Whether torch.func has raised this since saved-tensor hooks are in force."""
+    """Whether torch.func raised this because saved-tensor hooks are in force."""
     return isinstance(error, RuntimeError) and _FUNCTORCH_REFUSES in str(error)
 
 
@@ -51,12 +55,8 @@ def refuse_gradient_inside(
     error: BaseException | None = None,
     cut_before: tuple[str, str, str] | None = None,
 ) -> None:
-    """Raise what a layer did in its forward that it may not, if that is why it has raised `error`, or has gone wrong.
-
-    `cut_before`, if its input has a gradient: the stage or part, which of both it is, and what to do about the cut.
-
-    Raises LayerRefused.
-    """
+    """Raise LayerRefused, if a layer raised `error`, or went wrong, because it took a gradient inside its forward. `cut_before`, if the
+    input has a gradient: the title of the stage or part, the word for it, and what to do about the cut before it."""
     name = name_of(layer)
     if late.wanted is not None and (late.wanted != layer or layer in late.free):
         raise LayerRefused(
@@ -78,14 +78,6 @@ def refuse_gradient_inside(
         ) from error
 
 
-def loss_without_gradient() -> ValueError:
-    return ValueError(
-        "loss_fn returned a loss that needs no gradient, although parameters of the model do: a layer or loss_fn cuts it off from "
-        "them, as detach(), argmax(), item() and torch.no_grad() do. Use operations that have a gradient, or `evaluate` for a loss "
-        "without one"
-    )
-
-
 def input_changed(what: str) -> SavedTensorChanged:
     """`what` says who changes which input in place."""
     return SavedTensorChanged(f"{what}: {_INSTEAD}")
@@ -98,7 +90,7 @@ def saved_changed(where: str, shape: torch.Size, when: str, by: str = "") -> Sav
 
 
 def changed_node(roots: Iterable[GradientEdge]) -> Node | None:
-    """The first node below `roots` with a saved tensor that was changed in place. A backward without hooks must not have passed it."""
+    """The first node below `roots` with a saved tensor that was changed in place, in a graph without hooks that no backward has freed."""
     todo, walked = [root.node for root in roots], set[Node]()
     while todo:
         node = todo.pop()
@@ -109,7 +101,7 @@ def changed_node(roots: Iterable[GradientEdge]) -> Node | None:
             if name.startswith("_saved_") or name == "saved_tensors":
                 try:
                     getattr(node, name)
-                except RuntimeError as error:  # also of what the backward has let go of, with another text
+                except RuntimeError as error:  # with another text: the backward has freed it
                     if _CHANGED_IN_PLACE in str(error):
                         return node
         todo.extend(following for following, _ in node.next_functions if following is not None)
@@ -117,14 +109,14 @@ def changed_node(roots: Iterable[GradientEdge]) -> Node | None:
 
 
 def as_text(signature: Signature) -> str:
-    """A saved tensor in an error."""
+    """How an error describes a saved tensor."""
     shape, dtype, node = signature
     made = "" if node is type(None) else f" made by {node.__name__.removesuffix('0')}"
     return f"a tensor {list(shape)} {str(dtype).removeprefix('torch.')}{made}"
 
 
 def mismatch(layer: str, what: str) -> RecomputeMismatch:
-    """`what` R of a layer does that F did not."""
+    """`what`: what R of a layer does and F did not."""
     return RecomputeMismatch(
         f"{layer}: the recompute {what}. A layer that is recomputed must do the same operations on the same "
         "values both times: look for a counter, a cache, random numbers of its own or other state of the layer that F "

@@ -19,10 +19,8 @@ from pipetrain.stage.stage import Stage
 
 
 def infer(stage: AnyStage, given: StageInput, *, with_loss: bool, past: Past | None = None) -> StageOutput:
-    """F without a graph; with the weighted loss at its end if `with_loss`. `past`: of new tokens, after those before.
-
-    Then it runs in inference mode: of one token, a tenth of the time is what torch notes down of tensors for a later backward.
-    """
+    """F without a graph; with the weighted loss at its end if `with_loss`. With `past`, layers read the earlier tokens from it. Then F runs in
+    inference mode: for one token, a tenth of the time is what torch notes down of tensors for a later backward."""
     for part in stage.parts if isinstance(stage, SegmentedStage) else (stage,):
         output = _infer(part, given, with_loss=with_loss, past=past)
         given = replace(given, leaves=output.leaves, spec=output.spec)
@@ -36,8 +34,9 @@ def _infer(stage: Stage, given: StageInput, *, with_loss: bool, past: Past | Non
         seeds = given.seeds_of(stage.indices)
     else:
         calls = [functools.partial(run_cached, layer, past=past) for layer in calls]
-    with torch.no_grad() if past is None else torch.inference_mode(), AddedLosses() as added:
-        value = added.take(pytree.tree_unflatten(list(given.leaves), given.spec))
+    tree = pytree.tree_unflatten(list(given.leaves), given.spec)
+    with torch.no_grad() if past is None else torch.inference_mode(), AddedLosses(tree) as added:
+        value = added.value
         if with_loss and stage.loss_fn is not None:
             calls.append(functools.partial(stage.weighted_loss, stage.loss_fn, given=given, added=added))
         for number, call in enumerate(calls):
@@ -53,7 +52,7 @@ def _infer(stage: Stage, given: StageInput, *, with_loss: bool, past: Past | Non
 
 
 def prepare_stage(stage: AnyStage, past: Past) -> None:
-    """What `infer` needs of new tokens besides its input, while that is on its way."""
+    """Let layers compute what depends only on the positions of the new tokens, while their input is still being received."""
     with torch.inference_mode():
         for layer in stage.layers:
             prepare_cached(layer, past)

@@ -1,8 +1,8 @@
-"""Whether a layer may run a second time, seen on the first microbatch of each kind: R must do what F did, and leave nothing behind.
+"""Finds out, in the first microbatch of a kind of step, whether a layer can be recomputed: R must do what F did, and leave nothing behind.
 
 A copy of the layer, which shares its parameters, runs on what the layer gets, with its seed:
 
-    ahead of F   [1] does it take a gradient inside? Then hooks would be in its way, and it is kept
+    ahead of F   [1] does it take a gradient inside its forward? Saved-tensor hooks prevent that, so it runs without, and is kept
     after F      [2] does it save, a second time, what F has saved?  [3] does it change its attributes? If so, it is kept
                  [4] does memory stay allocated besides its output and its saved tensors?
 
@@ -34,25 +34,24 @@ from pipetrain.stage.entry import through_gate
 from pipetrain.stage.errors import LayerRefused, refuses_hooks
 from pipetrain.stage.leaves import is_sharded
 from pipetrain.stage.local import StageLocal
-from pipetrain.stage.proof import describe_difference, differ
+from pipetrain.stage.proof import checksum, describe_difference, differ
 from pipetrain.stage.slots import LateBoundSet
 from pipetrain.stage.split_backward import Deferral
 from pipetrain.stage.split_linear import split_layer
-from pipetrain.stage.tensor_copies import TensorCopies, copy_of, is_dense, is_small, storage_key
+from pipetrain.stage.tensor_copies import copy_of, is_dense, storage_key
 from pipetrain.stage.traces import Look, first_change, holds_outside, outer_traces, own_traces, rebound_outside
-from pipetrain.stage.witness import checksum
 
 if TYPE_CHECKING:
     from pipetrain.stage.microbatch import StageInput
     from pipetrain.stage.stage import Stage
 
 _INSIDE = "takes a gradient inside its forward"
-# Less than this per microbatch is not worth a word. A torch.utils.checkpoint inside a layer keeps 5 kB: generator states.
+# No warning for fewer bytes than this per microbatch. A torch.utils.checkpoint inside a layer keeps 5 kB: generator states.
 _LITTLE_BYTES = 1 << 16
 
 
 class FirstLook:
-    """An F that inspects the layers of its stage. With `compares`, an R will follow, so a copy of each layer also runs again after F."""
+    """Inspects the layers of a stage around one F. With `compares`, an R will follow, so a copy of each layer also runs after F."""
 
     def __init__(
         self,
@@ -64,138 +63,104 @@ class FirstLook:
         *,
         compares: bool,
     ) -> None:
-        self._stage = stage
-        self._given = given
-        self._seeds = seeds
-        self._late = late
-        self._deferral = deferral
+        self.stage, self.given, self.seeds, self.late, self.deferral = stage, given, seeds, late, deferral
         self._compares = compares
         self._inspection: LayerInspection | None = None
         self._gradients: list[tuple[Tensor | None, int]] = []
 
     def before(self, number: int, value: Any) -> None:
-        """Ahead of F of a layer: where it must run without hooks, it will.
-
-        Raises:
-            LayerRefused: it calls `backward()`.
-        """
+        """Called ahead of F of a layer. A layer that must run without hooks is kept. Raises LayerRefused: it calls `backward()`."""
         self._gradients = self._gradients_now()
         self._inspection = None
-        if number in self._stage.kept.free:
+        if number in self.stage.free:
             return
-        self._inspection = self._inspect(number, value)
+        self._inspection = LayerInspection(self, number, value)  # which does not hold this object: no cycle
         why = self._inspection.why_kept_ahead()
         self._refuse_backward(number)
         if why is not None:
-            self._stage.kept.add(self._late, (number,), f"{self._stage.name_of(number)} {why}", free=True)
+            self._keep((number,), f"{self.stage.name_of(number)} {why}", free=True)
 
     def after(self, number: int) -> None:
-        """F of the layer has run.
-
-        Raises:
-            LayerRefused: it calls `backward()`.
-        """
+        """F of the layer has run. Raises LayerRefused: it calls `backward()`."""
         self._refuse_backward(number)
-        stage, late = self._stage, self._late
+        stage, late = self.stage, self.late
+        name = stage.name_of(number)
         if self._inspection is not None and self._compares and number not in late.whole:
             why = self._inspection.why_kept(late.saved_by(number))
+            held = self._inspection.held_outside
             if why is not None:
                 num_bytes = stage.meter.uncounted_bytes(late.saved_by(number))
-                stage.kept.add(late, (number,), f"{stage.name_of(number)} {why}", num_bytes=num_bytes)
-            elif (held := self._inspection.held_outside) >= _LITTLE_BYTES and number not in stage.holds_outside:
-                stage.holds_outside.add(number)
-                warnings.warn(
-                    f"{stage.name_of(number)} holds {held} bytes per microbatch outside of its saved tensors (such as ctx.x = x): "
-                    "recompute cannot free them. In an autograd.Function use ctx.save_for_backward",
-                    stacklevel=2,
-                )
+                self._keep((number,), f"{name} {why}", num_bytes=num_bytes)
+            elif held is not None and held < _LITTLE_BYTES:
+                stage.may_hold_outside.discard(number)
+            elif held is not None:
+                text = f"{name} holds {held} bytes per microbatch outside of its saved tensors (such as ctx.x = x): recompute cannot free them"
+                self._warn_once("outside", number, f"{text}. In an autograd.Function use ctx.save_for_backward")
         if number in late.reads_from:
             first = late.reads_from[number]
             through = "" if first == number else f"through {stage.name_of(first)} "
-            why = f"{stage.name_of(number)} takes a gradient {through}inside its forward"
-            stage.kept.add(late, range(first, number + 1), why, free=True)
+            why = f"{name} takes a gradient {through}inside its forward"
+            self._keep(range(first, number + 1), why, free=True)
 
-    def _inspect(self, number: int, value: Any) -> LayerInspection:
-        stage, given, deferral = self._stage, self._given, self._deferral
-        is_loss = number == len(stage.layers)
+    def _keep(self, layers: Sequence[int], why: str, *, free: bool = False, num_bytes: int = 0) -> None:
+        """From now on no R runs these layers; `free`: they run without hooks."""
+        stage, late, last = self.stage, self.late, max(layers)
+        stage.kept.update(layers)
+        stage.free.update(layers if free else ())
+        late.keep_whole(set(layers), set(layers if free else ()))
+        if not late.keep:
+            size = f" ({num_bytes} bytes per microbatch)" if num_bytes else ""
+            whose = f"its saved tensors{size}" if len(layers) == 1 else "the saved tensors of both, and between them,"
+            self._warn_once("kept", last, f"{why}: {whose} are kept from F to B and not recomputed")
 
-        def call(layer: Any, value: Any) -> Any:
-            if deferral is not None:
-                layer = split_layer(deferral, number, layer, is_forward=False)
-            return stage.casts.once(number, layer, make=True)(value) if stage.casts.is_active() else layer(value)
-
-        target = pytree.tree_map_only(Tensor, Tensor.clone, given.target)
-
-        def call_loss(loss_fn: Any, output: Any) -> Any:  # on a target of its own: it may be changed in place
-            own = replace(given, target=pytree.tree_map_only(Tensor, Tensor.clone, target))
-            return stage.weighted_loss(loss_fn, output, own, AddedLosses())
-
-        return LayerInspection(
-            stage.loss_fn if is_loss else stage.layers[number],
-            value,
-            call=call_loss if is_loss else call,
-            seed=functools.partial(stage.state.seeders[number], self._seeds[number]),
-            buffers=stage.state.copies_of(number),
-            # Of a set that is kept a forward may change weights that do not learn, and a copy must not.
-            shared=[one for one in stage.state.parameters if one.requires_grad or not self._late.keep],
-        )
+    def _warn_once(self, what: str, layer: int, text: str) -> None:
+        if (what, layer) not in self.stage.warned:
+            self.stage.warned.add((what, layer))
+            warnings.warn(text, stacklevel=4)
 
     def _gradients_now(self) -> list[tuple[Tensor | None, int]]:
-        found = [parameter.grad for parameter in self._stage.state.parameters]
+        found = [parameter.grad for parameter in self.stage.state.parameters]
         return [(gradient, 0 if gradient is None else gradient._version) for gradient in found]
 
     def _refuse_backward(self, number: int) -> None:
-        """In a pipeline forwards stand in another order than in the plain loop; and sums of floats depend on their order."""
+        """Refuse `backward()` in a forward: it adds to `.grad`, and a pipeline runs forwards in another order than the plain loop."""
         pairs = zip(self._gradients_now(), self._gradients)
         if any(new is not old or version != was for (new, version), (old, was) in pairs):
             raise LayerRefused(
-                f"{self._stage.name_of(number)} calls backward() in its forward, which adds to .grad: gradients come from the loss "
+                f"{self.stage.name_of(number)} calls backward() in its forward, which adds to .grad: gradients come from the loss "
                 "alone. Give the local loss to pipetrain.add_loss, or take its gradient with torch.autograd.grad"
             )
 
 
 class RefusesHooks(BaseException):
-    """torch.func runs inside the layer. No Exception: the layer must not catch it."""
+    """torch.func runs inside the layer. A BaseException, which the layer's `except Exception` does not catch."""
 
 
 class LayerInspection:
-    """One layer (or loss), around one F of it.
+    """Inspects one layer, or the loss, before and after one F; `value` is what it gets."""
 
-    Args:
-        call: runs a layer, or the loss, on a value: `call(layer, value)`.
-        seed: sets the generators as F of this microbatch has them for this layer.
-        buffers: of the layer, as they are ahead of F.
-        shared: tensors that a copy does not copy: parameters.
-    """
+    held_outside: int | None = None  # bytes that stay after the copy's run besides its output and what it saved
 
-    def __init__(
-        self,
-        layer: Any,
-        value: Any,
-        *,
-        call: Callable[[Any, Any], Any],
-        seed: Callable[[], object],
-        buffers: TensorCopies,
-        shared: Iterable[Tensor],
-    ) -> None:
-        self._layer = layer
-        self._call = call
-        self._seed = seed
+    def __init__(self, look: FirstLook, number: int, value: Any) -> None:
+        self._stage, self._deferral, self._number = look.stage, look.deferral, number
+        self._seed = functools.partial(look.stage.state.seeders[number], look.seeds[number])
+        stage = look.stage
+        self._layer: Any = stage.layers[number] if number < len(stage.layers) else stage.loss_fn
         self._value = _own_copy(value)
-        self._given = [leaf for leaf in pytree.tree_leaves(value) if _is_object(leaf)]
-        self._given_looks = [own_traces(leaf) for leaf in self._given]
-        self._own, self._outer = own_traces(layer), outer_traces(layer)
-        self._rebinds = rebound_outside(layer)  # a copy would rebind it, too
-        # One that reaches outside is not tried: a copy would, too.
-        self._twin = None if self._rebinds or holds_outside(layer) else _twin_of(layer, buffers, shared)
-        self._buffer_names = {name for name, _ in layer.named_buffers()} if isinstance(layer, nn.Module) else set()
-        large = {id(buffer) for buffer in layer.buffers()} if isinstance(layer, nn.Module) else set()  # shared with it
-        self._buffers = [
-            (module, name, buffer, buffer.clone())
-            for module in (self._twin.modules() if isinstance(self._twin, nn.Module) else ())
-            for name, buffer in module._buffers.items()
-            if buffer is not None and id(buffer) not in large
-        ]
+        self._batch = replace(look.given, target=pytree.tree_map_only(Tensor, Tensor.clone, look.given.target))
+        objects = [leaf for leaf in pytree.tree_leaves(value) if _is_object(leaf)]
+        self._given = [(leaf, own_traces(leaf)) for leaf in objects]
+        self._own, self._outer = own_traces(self._layer), outer_traces(self._layer)
+        self._rebinds = rebound_outside(self._layer)  # a copy would rebind it, too
+        # If no R follows, a forward may change frozen weights; a copy must not, so it gets its own.
+        shared = [one for one in stage.state.parameters if one.requires_grad or not look.late.keep]
+        # No copy of a layer that reaches outside of itself: the copy would, too.
+        self._twin: Any = None if self._rebinds or holds_outside(self._layer) else _twin_of(self._layer, shared)
+        named = self._layer.named_buffers() if isinstance(self._layer, nn.Module) else ()
+        self._buffer_names = {name for name, _ in named}
+        modules = self._twin.modules() if isinstance(self._twin, nn.Module) else ()
+        buffers = ((module, name, buffer) for module in modules for name, buffer in module._buffers.items())
+        self._buffers = [(one, name, buffer, buffer.clone()) for one, name, buffer in buffers if buffer is not None]
 
     def why_kept_ahead(self) -> str | None:
         """Why the layer's F must run without hooks, if it must."""
@@ -203,10 +168,10 @@ class LayerInspection:
             return "is compiled by torch.jit, which makes other code of it after its first runs"
         if self._twin is None:
             return None
-        reads: list[bool] = []
+        reads: list[Tensor] = []
 
         def read(tensor: Tensor) -> Tensor:
-            reads.append(True)
+            reads.append(tensor)
             return tensor
 
         try:
@@ -214,11 +179,9 @@ class LayerInspection:
                 self._run(Tensor.detach, read)
         except RefusesHooks:
             return _INSIDE
-        except Exception as error:  # of a gradient through layers before it, say: F itself will tell
+        except Exception as error:  # a gradient through earlier layers, say: F itself will raise
             return _INSIDE if refuses_hooks(error) else None
         return _INSIDE if reads else None
-
-    held_outside = 0  # bytes that stay when it has run again, besides its output and what it has saved
 
     def why_kept(self, saved: Sequence[Tensor]) -> str | None:
         """Why the layer cannot be recomputed, if it cannot: F has run, and has `saved` these."""
@@ -226,7 +189,7 @@ class LayerInspection:
             return f"rebinds {self._rebinds}, a variable outside of it, in its forward"
         if (name := first_change(self._outer, outer_traces(self._layer))) is not None:
             return f"changes {name}, outside of itself, in its forward"
-        for look, leaf in zip(self._given_looks, self._given):
+        for leaf, look in self._given:
             if (name := first_change(look, own_traces(leaf))) is not None:
                 return f"changes {name} of a {type(leaf).__name__} in its input"
         if self._twin is None:
@@ -241,7 +204,7 @@ class LayerInspection:
             self.held_outside = made.bytes_left((output, again))
             del output
         except Exception:
-            return None  # R will say it
+            return None  # R will raise it, too
         if (name := first_change(before, own_traces(self._twin) | self._late_buffers())) is not None:
             return f"changes its attribute {name} in each forward"
         if len(again) != len(saved):
@@ -253,21 +216,31 @@ class LayerInspection:
                 return f"computes other values when it runs again: {describe_difference(found, expected)}"
         return None
 
+    def _put_buffers_back(self) -> None:
+        """Let the copy read the values that F read."""
+        for module, name, buffer, values in self._buffers:
+            if module._buffers.get(name) is buffer:  # R, too, finds a new one as the last F left it
+                buffer.data = values.clone()
+
     def _late_buffers(self) -> Look:
-        """What is in buffers that the layer has registered since: R would find it as another forward has left it."""
+        """Checksums of buffers that the layer has registered in this F: R would find them as another forward left them."""
         named = self._twin.named_buffers() if isinstance(self._twin, nn.Module) else ()
         return {name: checksum([buffer.cpu()]) for name, buffer in named if name not in self._buffer_names}
 
-    def _put_buffers_back(self) -> None:
-        """Restore the buffers, so that R reads the values that F read."""
-        for module, name, buffer, values in self._buffers:
-            if module._buffers.get(name) is buffer:  # R finds another one as the last F has left it
-                buffer.data = values.clone()
-
     def _run(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
+        """Run the copy with the seed of F, on values of its own: it may change them in place."""
+        stage, number = self._stage, self._number
+        call: Any = self._twin
+        if number == len(stage.layers):
+            given = replace(self._batch, target=pytree.tree_map_only(Tensor, Tensor.clone, self._batch.target))
+            call = functools.partial(stage.weighted_loss, self._twin, given=given, added=AddedLosses())
+        elif self._deferral is not None:
+            call = split_layer(self._deferral, number, call, is_forward=False)
+        if stage.casts.is_active() and number < len(stage.layers):
+            call = stage.casts.once(number, call, make=True)
         self._seed()
         with saved_tensors_hooks(pack, unpack):
-            return self._call(self._twin, _own_copy(self._value))
+            return call(_own_copy(self._value))
 
 
 class _StoragesMade(TorchDispatchMode):
@@ -287,7 +260,7 @@ class _StoragesMade(TorchDispatchMode):
         return output
 
     def bytes_left(self, allowed: Any) -> int:
-        """Of what is still there, besides that of tensors in `allowed`."""
+        """Bytes of these storages that are still alive, without those of tensors in `allowed`."""
         for key in _storages_in(allowed):
             self._made.pop(key, None)
         if self._num_alive() >= _LITTLE_BYTES:
@@ -308,7 +281,7 @@ def _refuse(_: Any) -> NoReturn:
 
 @contextmanager
 def _listening_to_functorch() -> Iterator[None]:
-    """torch.func switches hooks off where it cannot have them, and fails where there are some; a layer may catch that."""
+    """In the block RefusesHooks is raised where torch.func disables saved-tensor hooks. A layer may catch torch.func's own error."""
 
     def refuse(_: str = "") -> NoReturn:
         raise RefusesHooks
@@ -321,16 +294,14 @@ def _listening_to_functorch() -> Iterator[None]:
         graph.disable_saved_tensors_hooks = switch_off
 
 
-def _twin_of(layer: Any, buffers: TensorCopies, shared: Iterable[Tensor]) -> Any:
-    """A copy with the buffers as they were, or None: of compiled and sharded layers, of what cannot be copied."""
-    modules = [layer] if isinstance(layer, nn.Module) else []
-    if any(map(has_compiled, modules)) or any(map(is_sharded, modules)) or isinstance(layer, torch.jit.ScriptModule):
-        return None
+def _twin_of(layer: Any, shared: Iterable[Tensor]) -> Any:
+    """A copy, with the tensors `shared`; None for compiled and sharded layers, and for what cannot be copied."""
     known = {id(tensor): tensor for tensor in shared}
-    large = [buffer for module in modules for buffer in module.buffers() if not is_small(buffer)]
-    known |= {id(buffer): buffer for buffer in large}
-    for tensor, kept in zip(buffers.tensors, buffers.copies):
-        known[id(tensor)] = kept.detach().clone().requires_grad_(tensor.requires_grad)
+    if isinstance(layer, nn.Module):
+        if has_compiled(layer) or is_sharded(layer) or isinstance(layer, torch.jit.ScriptModule):
+            return None
+        for buffer in layer.buffers():
+            known[id(buffer)] = copy_of(buffer).requires_grad_(buffer.requires_grad)
     try:
         return copy.deepcopy(layer, known)
     except Exception:
@@ -355,7 +326,7 @@ def _own_copy(value: Any) -> Any:
 
 
 def _alive(tensor: Tensor) -> Tensor:
-    """A copy, of the same strides, that is no leaf where the tensor is none: a layer may change it in place."""
+    """A copy with the same strides. If the tensor needs a gradient, the copy does too and is not a leaf: a layer may change it in place."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor
     alike = copy_of(tensor)

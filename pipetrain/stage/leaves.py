@@ -1,10 +1,10 @@
-"""Whose gradients a stage makes: a leaf of F's graph that is no parameter of the stage gets a gradient that nobody sees.
+"""Refuses leaves of F's graph that are no parameters of the stage, and losses that are left in attributes: gradients would be lost.
 
 Such a leaf is a weight of another stage (whose own copy, on another rank, learns something else), or a tensor that is in no
-`parameters()`, so neither clipped nor updated. It is refused by name. What a forward makes and drops again
-(`x.detach().requires_grad_()`, for a force) is nobody's, and stays.
+`parameters()`, so neither clipped nor updated. It is refused by name. A leaf that a forward makes for
+itself (`x.detach().requires_grad_()`, for a force) is allowed.
 
-A `torch.utils.checkpoint` with `use_reentrant=True` hides what is used inside of it from F's graph, and so from this.
+A `torch.utils.checkpoint` with `use_reentrant=True` hides the leaves that are used inside it from F's graph, and so from this check.
 """
 
 from __future__ import annotations
@@ -21,25 +21,23 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from pipetrain.stage.traces import is_of_the_user
+from pipetrain.stage.traces import is_of_the_user, members_of, names_in
 
 OnLayer = Callable[[int, Any], None]  # given the global number of a layer and what it returned
 NameOf = Callable[[Tensor], str | None]  # what a tensor is called in the whole model; None: it is not known there
 
 _DEEPEST = 6  # attributes of attributes that are searched
-_MOST_SEEN = 100_000  # a list of all samples is no place to search
+_MOST_SEEN = 100_000  # objects; then the search ends, as in a list of all samples
 
 
 def no_names(_tensor: Tensor) -> str | None:
-    """Of a model that no rank has in one piece."""
+    """Knows no tensor: for a model that no rank has in one piece."""
     return None
 
 
 class LeafWatch:
-    """Refuses foreign leaves in the graph of an F that runs within `over`.
-
-    `anchor` is the leaf through which what the stage received enters its graph. F may also use parameters of the layers in `beside`.
-    """
+    """Refuses foreign leaves in the graph of an F that runs within `over`. `anchor` is the leaf through which what the stage received enters its
+    graph. F may also use parameters of the layers in `beside`."""
 
     def __init__(
         self,
@@ -51,22 +49,20 @@ class LeafWatch:
         name_of: NameOf = no_names,
         beside: Sequence[nn.Module] = (),
     ) -> None:
-        self._layers = layers
-        self._beside = beside
-        self._loss_fn = loss_fn
-        self._first_layer = first_layer
-        self._anchor = anchor
-        self._name_of = name_of
+        self._layers, self._beside, self._loss_fn, self._first_layer = layers, beside, loss_fn, first_layer
+        self._anchor, self._name_of = anchor, name_of
 
     @contextmanager
     def over(self, on_layer: OnLayer | None) -> Iterator[OnLayer]:
-        """Around an F: gives what F is to call after each layer, and after the loss.
+        """Around an F; yields a function that F calls after each layer, and after the loss.
 
-        Raises ValueError: (what F calls) the layer, its leaf and what to do.
+        That function raises ValueError: the layer, its leaf and what to do. So does the end of the block, for a tensor in an attribute whose
+        graph leads neither to an output nor to the loss, as that of a loss for experts: nobody would back-propagate it.
         """
         known = (*self._layers, *self._beside)
         allowed = {id(parameter) for layer in known for parameter in layer.parameters()} | {id(self._anchor)}
         walked: set[Node] = set()
+        before = {id(tensor): tensor for _, _, tensor in self._tensors_in_attributes()}
 
         def after_layer(number: int, value: Any) -> None:
             roots = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -78,11 +74,31 @@ class LeafWatch:
 
         try:
             yield after_layer
+            for number, name, tensor in self._tensors_in_attributes():
+                if id(tensor) not in before and tensor.grad_fn not in walked and not is_sharded(self._user(number)):
+                    raise ValueError(
+                        f"layer {number} ({type(self._user(number)).__name__}) leaves in its attribute {name} a tensor whose graph does not lead "
+                        "to its output, so its gradient would be lost: give a loss to pipetrain.add_loss(...) in the forward, and leave "
+                        "anything else as its .detach()"
+                    )
         finally:
-            walked.clear()  # the graph lives no longer than without this
+            walked.clear()  # drop the nodes, so that they do not keep the graph alive
+            before.clear()
+
+    def _tensors_in_attributes(self) -> Iterator[tuple[int, str, Tensor]]:
+        """The tensors with a graph in attributes of the layers, and in a list or dict there: the layer, the attribute, the tensor."""
+        for number, layer in enumerate(self._layers, start=self._first_layer):
+            for path, module in layer.named_modules():
+                for name, value in members_of(module, of_modules=False):
+                    held = (
+                        (part for _, part in members_of(value, of_modules=False)) if type(value) in (list, dict) else ()
+                    )
+                    for one in (value, *held):
+                        if isinstance(one, Tensor) and one.grad_fn is not None:
+                            yield number, f"{path}{name}".removeprefix("."), one
 
     def _is_somebodys(self, number: int, node: Node, returned: Sequence[Tensor]) -> bool:
-        """Whether a leaf is more than what this forward has made and only its graph holds."""
+        """Whether something besides the graph of this F holds or names the leaf; else the forward made it for itself."""
         leaf = leaf_of(node)
         if is_sharded(self._user(number)):
             return self._name_in_stage(leaf) is None and self._name_of(leaf) is not None
@@ -108,11 +124,9 @@ class LeafWatch:
                 "layer once before the Pipeline is made"
             )
         if owned is None and (name := self._name_of(leaf)):
-            instead = (
-                "compute that term in a layer of its stage, and give it to pipetrain.add_loss there"
-                if is_loss
-                else "give the layer a parameter of its own"
-            )
+            instead = "give the layer a parameter of its own"
+            if is_loss:
+                instead = "compute that term in a layer of its stage, and give it to pipetrain.add_loss there"
             return (
                 f"{who} uses {name}, which is of another stage: its gradient from here would be lost. Choose a balance that puts "
                 f"both on one stage, or {instead}"
@@ -137,7 +151,7 @@ class LeafWatch:
 
 
 def accumulating_nodes(roots: Iterable[Tensor], walked: set[Node]) -> Iterator[Node]:
-    """The ends of the graph below `roots`, a node per leaf, but for what was `walked` before; `walked` grows."""
+    """The AccumulateGrad nodes below `roots`, one per leaf. Nodes in `walked` are skipped; the others are added to it."""
     todo = [get_gradient_edge(root).node for root in roots]
     while todo:
         node = todo.pop()
@@ -159,9 +173,8 @@ def leaf_of(node: Node) -> Tensor:
 def is_sharded(user: Any) -> bool:
     """Whether `fully_shard` puts gathered parameters, which are leaves of their own, in the place of a layer's."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return (
-        fsdp is not None and isinstance(user, nn.Module) and any(isinstance(m, fsdp.FSDPModule) for m in user.modules())
-    )
+    modules = user.modules() if fsdp is not None and isinstance(user, nn.Module) else ()
+    return any(isinstance(module, fsdp.FSDPModule) for module in modules)  # type: ignore[union-attr]
 
 
 def _references(node: Node) -> int:
@@ -180,7 +193,7 @@ def _references_of_nobody() -> int:
 
 
 def _path_to(wanted: Tensor, user: Any) -> str:
-    """Where a layer, or a function, has a tensor: `its attribute scale`; nothing where it is not found."""
+    """Where a layer or a function holds a tensor, such as `scale of MyLayer`; empty if it is not found."""
     found = next(paths(user, lambda thing: thing is wanted), None)
     return f"{found[0]} of {_name_of_thing(user)}" if found and found[0] else ""
 
@@ -188,7 +201,7 @@ def _path_to(wanted: Tensor, user: Any) -> str:
 def first_named(
     function: Callable[..., Any], is_wanted: Callable[[Any], bool], passed_over: Iterable[Any]
 ) -> tuple[str, Any] | None:
-    """The first thing of a kind that `named_paths` finds, and what it is called; not through anything that is `passed_over`."""
+    """The first object of `named_paths` that `is_wanted`, after its name. Objects in `passed_over` are not searched."""
     found = next(named_paths(function, is_wanted, {id(thing) for thing in passed_over}), None)
     return found and (f"{found[0]} of {_name_of_thing(function)}", found[1])
 
@@ -196,17 +209,17 @@ def first_named(
 def named_paths(
     function: Callable[..., Any], is_wanted: Callable[[Any], bool], seen: set[int] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """As `paths`, along attributes that code of `function` names: a method of a trainer that has the whole model comes to a layer only where it
-    says `self.model`, or goes through all modules of what it names."""
+    """As `paths`, but only along attributes that the code of `function` names. So a method of a trainer that has the whole model reaches a layer
+    only if its code says `self.model`, or goes through all modules of what it names."""
     return paths(function, is_wanted, seen, names=_names_in_code(function))
 
 
-# What gives parts of a module that the code does not name.
+# Methods that give parts of a module which the code does not name.
 _ALL_MODULES = frozenset({"modules", "children", "named_modules", "named_children", "parameters", "named_parameters"})
 
 
 def _names_in_code(root: Any) -> set[str]:
-    """All names in a function's code, and in that of functions that it names: beside it, or of the objects that it names."""
+    """Names in the code of a function, and of functions that it names: in its module or closure, or as members of objects that it names."""
     names: set[str] = set()
     kinds: set[type] = set()
     seen: set[int] = set()
@@ -216,8 +229,8 @@ def _names_in_code(root: Any) -> set[str]:
         for thing in todo:
             seen.add(id(thing))
             if isinstance(thing, types.FunctionType):
-                names.update(_names_in(thing.__code__))
-                found += (part for _, part in _parts(thing))
+                names.update(names_in(thing.__code__))
+                found += (part for _, part in members_of(thing, of_modules=True))
             elif isinstance(thing, types.MethodType):
                 found += (thing.__func__, thing.__self__)
             elif isinstance(thing, functools.partial):
@@ -231,28 +244,16 @@ def _names_in_code(root: Any) -> set[str]:
     return names
 
 
-def _names_in(code: types.CodeType) -> list[str]:
-    """Those that are looked up, in functions inside of it too: attributes, globals, variables of functions around it."""
-    inner = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in _names_in(part)]
-    return [*code.co_names, *code.co_freevars, *inner]
-
-
 def _name_of_thing(thing: Any) -> str:
-    return (
-        str(getattr(thing, "__qualname__", type(thing).__name__))
-        .removesuffix(".<lambda>")
-        .removesuffix(".<locals>")
-        .split("<locals>.")[-1]
-    )
+    name = str(getattr(thing, "__qualname__", type(thing).__name__))
+    return name.removesuffix(".<lambda>").removesuffix(".<locals>").split("<locals>.")[-1]
 
 
 def paths(
     root: Any, is_wanted: Callable[[Any], bool], seen: set[int] | None = None, *, names: Set[str] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """What of a kind something holds, with how that is written behind its name; not through what is `seen`, which grows.
-
-    With `names`, only attributes of these names are followed, and all parts of a module if they say so.
-    """
+    """The objects below `root` that `is_wanted`, each after its path as text (`model[0]`). Objects in `seen` are skipped; the others are added.
+    With `names`, only attributes of these names are followed; all parts of a module too, if a name of `_ALL_MODULES` is among them."""
     seen = set() if seen is None else seen
     has_all = names is None or bool(names & _ALL_MODULES)
 
@@ -265,7 +266,7 @@ def paths(
             yield path.removeprefix("."), thing
         if depth and len(seen) < _MOST_SEEN and id(thing) not in seen and not isinstance(thing, _NOT_WALKED):
             seen.add(id(thing))
-            for name, part in _parts(thing):
+            for name, part in members_of(thing, of_modules=True):
                 if is_followed(thing, name):
                     yield from walk(part, path + name, depth - 1)
 
@@ -273,39 +274,3 @@ def paths(
 
 
 _NOT_WALKED = (Tensor, type, types.ModuleType, str, bytes, int, float, complex, types.NoneType)
-
-
-def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
-    """What something holds, with how that is written behind its name."""
-    if isinstance(thing, dict):  # not any Mapping: one may read each value from a disk
-        yield from ((f"[{key!r}]", value) for key, value in list(thing.items()))
-    elif isinstance(thing, (list, tuple, set, frozenset)):
-        yield from ((f"[{number}]", value) for number, value in enumerate(thing))
-    elif isinstance(thing, functools.partial):
-        yield from (("", part) for part in (thing.func, thing.args, thing.keywords))
-    elif isinstance(thing, types.MethodType):
-        yield from (("", part) for part in (thing.__func__, thing.__self__))
-    elif isinstance(thing, types.FunctionType):
-        yield from _parts_of_function(thing) if is_of_the_user(thing) else ()
-    elif isinstance(thing, nn.Module) or is_of_the_user(type(thing)):
-        for name, value in list(getattr(thing, "__dict__", {}).items()):
-            if name in ("_parameters", "_buffers", "_modules"):
-                yield from ((f".{key}", part) for key, part in list(value.items()))
-            else:
-                yield f".{name}", value
-        for name in ("forward", "__call__"):
-            if isinstance(function := getattr(type(thing), name, None), types.FunctionType):
-                yield "", function
-
-
-def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    code = function.__code__
-    for name, cell in zip(code.co_freevars, function.__closure__ or ()):
-        try:
-            yield f".{name}", cell.cell_contents
-        except ValueError:  # an empty cell
-            continue
-    names = function.__globals__
-    yield from ((f".{name}", names[name]) for name in dict.fromkeys(_names_in(code)) if name in names)
-    yield "", function.__defaults__
-    yield "", function.__kwdefaults__

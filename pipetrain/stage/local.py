@@ -1,4 +1,4 @@
-"""A leaf that stays in its stage: what the first layer of a stage makes for all others of it, and no other stage may be sent."""
+"""A leaf that the first layer of a stage makes for the stage's other layers; it is sent to no other stage."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class StageLocal:
     """Holds anything, as one leaf of the tree that goes from layer to layer. In the output of a stage, None takes its place.
 
     The runtime does not look into it: its tensors are neither sent nor stashed, and get no gradient. Tensors in it that autograd
-    saves belong to the activation set, once for all layers that save them. Like the set, they live to the end of F if an R will
-    come, else to B. A layer that gets None in its place makes it anew.
+    saves belong to the activation set, once for all layers that save them. If an R will come, they are freed at the end of F,
+    else after B. A layer that gets None in its place makes it anew.
     """
 
     __slots__ = ("value",)
@@ -23,7 +23,7 @@ class StageLocal:
 
 
 def without_local(tree: Any) -> Any:
-    """What leaves a stage: the tree with None in place of each `StageLocal`; the very tree where there is none."""
+    """The tree that leaves a stage, with None in place of each `StageLocal`; the same object if there is none."""
     if isinstance(tree, Tensor):
         return tree
     leaves, spec = pytree.tree_flatten(tree)

@@ -1,6 +1,6 @@
 """The activation meter: bytes of distinct storages that a rank holds for a later B.
 
-A storage counts once however many tensors view it. Its identity is its key, not its address, which the allocator reuses.
+A storage counts once however many tensors view it. Its key is its identity, not its address, because the allocator reuses addresses.
 Parameters and buffers do not count, nor do casts of parameters that all sets share.
 """
 
@@ -17,7 +17,7 @@ from pipetrain.stage.tensor_copies import parts_of, storage_key
 
 
 def storages_of(tensor: Tensor) -> list[UntypedStorage]:
-    """What holds the values of a tensor: of a sparse or nested one several, of one that is not there yet none."""
+    """The storages of a tensor: one, several for a sparse or nested tensor, none for a tensor without memory."""
     if tensor.layout is torch.strided and not tensor.is_nested:
         return [tensor.untyped_storage()]
     return [part.untyped_storage() for part in parts_of(tensor)]
@@ -30,15 +30,13 @@ class ActivationMeter:
         self._holders: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
         self._weights: frozenset[int] = frozenset()
-        self._left_out: dict[int, int] = {}  # storages of casts of weights, and who says so
-        self._on_their_way: dict[
-            int, int
-        ] = {}  # of the holders, those that only wait for the memory to leave or to be used
+        self._left_out: dict[int, int] = {}  # storage of a weight's cast -> how many callers left it out
+        self._on_their_way: dict[int, int] = {}  # storage -> holders that are messages not sent, or not used, yet
         self.current_bytes = 0
         self.peak_bytes = 0
-        self.stage_bytes = 0  # without what is only on its way
+        self.stage_bytes = 0  # without storages that only messages hold
         self.peak_stage_bytes = 0
-        # Re-entrant: a slot may be collected, and release, while the same thread holds.
+        # Re-entrant: garbage collection within `hold` may free a slot, which calls `release` on the same thread.
         self._lock = threading.RLock()
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
@@ -57,10 +55,8 @@ class ActivationMeter:
                 del self._left_out[storage]
 
     def hold(self, tensor: Tensor, *, on_its_way: bool = False) -> int:
-        """Count the storage of `tensor`; returns the key to release it by (0: it does not count).
-
-        `on_its_way`: as a message that has not been used, or has not left, yet.
-        """
+        """Count the storage of `tensor`; returns the key to release it by (0: it does not count). `on_its_way`: the holder is a message that was
+        not used, or not sent, yet."""
         is_dense = tensor.layout is torch.strided and not tensor.is_nested
         storages = [tensor.untyped_storage()] if is_dense else storages_of(tensor)
         key: int = storages[0]._cdata if storages else 0
@@ -99,24 +95,20 @@ class ActivationMeter:
                 self.current_bytes -= self._sizes.pop(key)
 
     def uncounted_bytes(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of the storages of these that nobody holds by `hold`, each once; of weights and of what is left out none."""
+        """Bytes of the storages of `tensors` that no `hold` counts, each once, without weights and storages that are left out."""
         found: dict[int, int] = {}
         for tensor in tensors:
             storages = storages_of(tensor)
             key = storages[0]._cdata if storages else 0
-            if key and key not in found:
-                found[key] = (
-                    0
-                    if key in self._holders or self.is_left_out(key)
-                    else sum(storage.nbytes() for storage in storages)
-                )
+            if key and key not in found and key not in self._holders and not self.is_left_out(key):
+                found[key] = sum(storage.nbytes() for storage in storages)
         return sum(found.values())
 
     def is_left_out(self, storage: int) -> bool:
         return storage in self._weights or storage in self._left_out
 
     def add(self, num_bytes: int) -> None:
-        """So many bytes more are held, whose storages nobody else holds; or fewer."""
+        """Count `num_bytes` more, or fewer if negative, in storages that nobody else holds."""
         with self._lock:
             self.current_bytes += num_bytes
             self.stage_bytes += num_bytes
@@ -124,7 +116,7 @@ class ActivationMeter:
             self.peak_stage_bytes = max(self.peak_stage_bytes, self.stage_bytes)
 
     def touch(self, num_bytes: int) -> None:
-        """So many bytes more are held for a moment."""
+        """Count `num_bytes` for a moment, so that only the peaks change."""
         self.add(num_bytes)
         self.add(-num_bytes)
 
@@ -152,7 +144,7 @@ class CountedBytes:
 
 
 class SetSize:
-    """The bytes of each set of one kind, known from the first two: its own bytes, and storages of both (tables that a layer makes once)."""
+    """The bytes of each set of one kind, found from the first two: storages in both (such as tables) are shared, the others a set's own."""
 
     def __init__(self) -> None:
         self.is_known = False
@@ -161,13 +153,13 @@ class SetSize:
         self._of_first: dict[int, StorageWeakRef] | None = None
 
     def counted(self, meter: ActivationMeter, tensors: Iterable[Tensor]) -> CountedBytes:
-        """Count a set of these `tensors`; they are looked at until the size is known."""
+        """Count a set of these `tensors`, which are read only until the size is known."""
         if self.is_known:
             return CountedBytes(meter, self._own_bytes, self._shared)
         by_storage = {storage_key(tensor): tensor for tensor in tensors}
         by_storage.pop(0, None)
         if self._of_first is None:
-            self._of_first = {key: _weakly(tensor) for key, tensor in by_storage.items()}
+            self._of_first = {key: StorageWeakRef(one.untyped_storage()) for key, one in by_storage.items()}  # type: ignore[no-untyped-call]
             return CountedBytes(meter, meter.uncounted_bytes(by_storage.values()))
         both = by_storage.keys() & self._of_first.keys()
         shared = {key for key in both if not self._of_first[key].expired()}  # type: ignore[no-untyped-call]
@@ -175,7 +167,3 @@ class SetSize:
         self._own_bytes = meter.uncounted_bytes(tensor for key, tensor in by_storage.items() if key not in shared)
         self.is_known = True
         return CountedBytes(meter, self._own_bytes, self._shared)
-
-
-def _weakly(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]

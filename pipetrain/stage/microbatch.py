@@ -8,26 +8,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from pipetrain.stage.kept import Passed
-from pipetrain.stage.layer_state import NOTHING_SEEN, Seen
+from pipetrain.stage.entry import Passed
+from pipetrain.stage.layer_state import NO_COPIES
 from pipetrain.stage.meter import CountedBytes, SetSize
 from pipetrain.stage.slots import LateBoundSet
 from pipetrain.stage.split_backward import Deferral
+from pipetrain.stage.tensor_copies import TensorCopies
 
 
 @dataclass(frozen=True)
 class StageInput:
-    """What F gets: the leaves of a tree, which of them need a gradient, and the seeds of layers for this microbatch.
+    """What F gets. One tensor may stand in several leaves: what changes one in place changes all.
 
-    The same tensor may stand in several leaves: what changes one in place changes all. `is_shared`: another stage of this rank
-    reads the same memory, so that a change in place must not reach it. `fixed` are leaves that may not be changed in place at
-    all: what they are, and why; `fixed_target` are those of the target. `seeds_of` is given the global indices of layers.
-    `target` and `weight` are for the stage that computes the loss.
-    F calls `on_layer` with the global index and the output of each layer. The output is `WithLosses` if losses were added so far.
-    The index of the loss is the one after the last layer's.
+    `seeds_of` gives the seeds of layers by their global indices. `target` and `weight` are for the stage that computes the loss. F calls
+    `on_layer` with the global index and the output of each layer (`WithLosses` once losses were added); that of the loss comes after the
+    last layer's. `is_shared`: another stage of this rank reads the same memory, so that a change in place must not reach it. `fixed` are
+    leaves, and `fixed_target` leaves of the target, that may not be changed in place at all: what they are, and why.
     """
 
     leaves: tuple[Any, ...]
@@ -52,11 +51,28 @@ class StageOutput:
     wants_gradient: tuple[bool, ...]
 
 
+_ONE_LEAF = pytree.tree_structure(0)  # of what is no tuple and no dict
+
+
+def detached(outputs: Any, roots: list[GradientEdge | None]) -> StageOutput:
+    """The output of layers without its graph; its edges go to `roots`. A stage holds edges and not the output, which is free once it is sent."""
+    leaves, spec = ([outputs], _ONE_LEAF) if isinstance(outputs, Tensor) else pytree.tree_flatten(outputs)
+    results, wants, done = list[Any](), list[bool](), dict[int, Tensor]()
+    for leaf in leaves:
+        is_tensor = isinstance(leaf, Tensor)
+        if is_tensor and id(leaf) not in done:
+            done[id(leaf)] = leaf.detach()
+        results.append(done[id(leaf)] if is_tensor else leaf)
+        wants.append(is_tensor and leaf.requires_grad)
+        roots.append(get_gradient_edge(leaf) if wants[-1] else None)
+    return StageOutput(tuple(results), spec, tuple(wants))
+
+
 @dataclass(slots=True)
 class MicrobatchKind:
     """What is known of all microbatches of one kind (shapes, modes, what needs a gradient), once one has run.
 
-    `others` are indices of leaves whose storages a kept set holds, too: the input's leaves come first, then the output's.
+    `others` are indices of leaves that share storages with a kept set: the input's leaves come first, then the output's.
     `is_plain`: autograd may hold a kept set without slots, since no later F changes a tensor in it.
     """
 
@@ -64,7 +80,7 @@ class MicrobatchKind:
     others: tuple[int, ...] = ()
     is_plain: bool = False
     kept_size: SetSize = field(default_factory=SetSize)
-    size: SetSize = field(default_factory=SetSize)  # of what R brings
+    size: SetSize = field(default_factory=SetSize)  # of a set that R fills
 
 
 @dataclass(slots=True)
@@ -73,18 +89,17 @@ class Held:
 
     given: StageInput | None  # None for a kept set without R: nothing will run again
     num_inputs: int
-    has_input_gradient: bool
     kind: MicrobatchKind
     seeds: list[int]  # of the layers and the loss
     late: LateBoundSet | None = None  # None for a kept set that autograd holds by itself
     deferral: Deferral | None = None  # None: B will run, and not I and W
     has_casts: bool = False
-    seen: Seen = NOTHING_SEEN  # the state that F saw
+    seen: TensorCopies = NO_COPIES  # buffers as F saw them
     roots: list[GradientEdge | None] = field(default_factory=list)  # an edge per output leaf that has a gradient
     loss: tuple[torch.Size, torch.dtype] | None = None
     sink: dict[int, Tensor] = field(default_factory=dict)  # input leaf -> its gradient
-    # The stashed input, and what of a kept set others hold, too: by their keys in the meter.
+    # Tensors that the meter counts, with their keys: the stashed input, and leaves that share storages with a kept set.
     counted: list[tuple[Tensor, int]] = field(default_factory=list)
     passed: dict[int, Passed] = field(default_factory=dict)  # by layer
     size: CountedBytes | None = None  # of a kept set that autograd holds
-    ends: list[int] = field(default_factory=list)  # of its layers, as autograd counts nodes
+    ends: list[int] = field(default_factory=list)  # per layer, autograd's number of its last node

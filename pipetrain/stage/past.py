@@ -5,8 +5,8 @@ A layer that reads other positions than its own needs a method for it:
     def forward_cached(self, value, past):        # of the new positions alone; in eval and inference mode
         keys, values = past.extend(self, keys, values)      # the earlier ones, and the new ones
 
-The runtime tells a layer the positions of the new tokens and how many came before. A layer does not read them from its cache, since a
-stage need not hold the first layer of the model. A layer may have a method `prepare_cached(past)` for tensors that depend on positions
+The runtime tells a layer the positions of the new tokens and how many came before. Libraries read these from the cache of the model's
+first layer, which a stage need not hold. A layer may have a method `prepare_cached(past)` for tensors that depend on positions
 alone: the runtime calls it while the value is still being received.
 """
 
@@ -32,7 +32,7 @@ def goes_on(layer: nn.Module) -> bool:
 
 
 def prepare_cached(layer: Any, past: Past) -> None:
-    """What a layer that `goes_on` can make of the new positions before their value has come."""
+    """Let a layer that `goes_on` compute what depends only on the new positions, before their value has come."""
     if hasattr(layer, "prepare_cached"):
         layer.prepare_cached(past)
 
@@ -43,7 +43,7 @@ def run_cached(layer: Any, value: Any, past: Past) -> Any:
 
 
 def set_trainable(layers: Iterable[nn.Module]) -> None:
-    """Put a plain tensor in the place of each that a layer has made in inference mode and kept, such as a table: no backward takes others."""
+    """Replace the tensors that layers made in inference mode and kept, such as a table, by plain ones: no backward takes inference tensors."""
     done: dict[int, Tensor] = {}
     for module in (module for layer in layers for module in layer.modules()):
         for kept in (module._buffers, vars(module)):
@@ -52,7 +52,7 @@ def set_trainable(layers: Iterable[nn.Module]) -> None:
 
 
 def _plain(value: Any, done: dict[int, Tensor], depth: int = 0) -> Any:
-    """`value` itself where nothing in it is of inference mode; looks into a container in a container, and no deeper."""
+    """`value` with plain tensors in place of inference tensors; the same object if it has none. Looks two containers deep."""
     if isinstance(value, Tensor):
         return done.setdefault(id(value), value.clone()) if value.is_inference() else value
     if type(value) in (tuple, list, dict) and depth < 2:
@@ -64,7 +64,7 @@ def _plain(value: Any, done: dict[int, Tensor], depth: int = 0) -> Any:
 
 
 class Past:
-    """The tokens that some samples had so far, as one rank knows them, and the `new` positions of this call.
+    """What one rank's layers keep of the earlier tokens of some samples, and the number of `new` positions of this call.
 
     Samples of different lengths are padded in front. `padding` has the number of padding positions of each sample. `length` counts the
     positions before this call, padding too.
@@ -79,12 +79,12 @@ class Past:
         self._made: dict[Hashable, Any] = {}  # in this call
 
     def begin(self, new: int) -> None:
-        """A call begins, of so many positions."""
+        """Begin a call of `new` positions."""
         self.new = new
         self._made.clear()
 
     def end(self) -> None:
-        """Every layer of the rank has had them: they are of the past."""
+        """End the call: all layers of the rank have had the new positions, which now count as earlier ones."""
         self.length += self.new
         self.new = 0
         self._made.clear()

@@ -1,23 +1,32 @@
-"""The proof of a stage's R: on one microbatch F keeps its set, and what R brings is compared with it, layer by layer.
+"""The proof of a stage's R: on one microbatch F keeps its set, and the tensors that R saves are compared with it, layer by layer.
 
     F   a set that is kept, although the schedule has an R for it
-    R   runs to its end; at the end of each layer  [1] what it brought is compared with what F saved, and let go of
+    R   runs to its end; at the end of each layer  [1] what it saved is compared with what F saved, and let go of
                                                    [2] what differs is looked at again at the end of R
     B   reads what F saved
 
-So no more is held than one set and what R brings in one layer. A check when a tensor is saved would be too early: an operation may
+So no more is held than one set and what R saves in one layer. A check when a tensor is saved would be too early: an operation may
 fill a tensor that it has saved already, and a later layer may change one through `.data`. B reads the values that a tensor has at the
 end of F, or at the end of R.
+
+The witness compares F and R of one microbatch per stage in each later step, by a checksum of the saved tensors of each layer. The
+microbatches take turns. F also checks whether it changes attributes of a layer. So if a layer begins to compute something else in R
+than in F, an error says so within as many steps as there are microbatches. It runs only on a CPU: on a GPU the bits of a kernel may differ from
+run to run.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from pipetrain.stage.tensor_copies import parts_of
+from pipetrain.stage.traces import Look, attributes_of, first_change
 
 if TYPE_CHECKING:
     from pipetrain.stage.meter import ActivationMeter
@@ -45,7 +54,7 @@ class Stop(enum.IntEnum):
 
 
 class Proof:
-    """Compares what one R brings with the slots of a set that F has kept; says where the next R may end."""
+    """Compares what one R saves with the slots of a set that F has kept; says where the next R may end."""
 
     def __init__(self) -> None:
         self.stop = Stop.AT_SLOT
@@ -57,12 +66,12 @@ class Proof:
         self._brought.append((slot, tensor.detach()))
 
     def at_last_slot(self) -> None:
-        """R has brought the last tensor: it may end here if all are right by now."""
+        """R has saved its last tensor. If a tensor differs by now, later R may not end here."""
         if self._deferred or any(_differ(*pair) for pair in self._brought):
             self.stop = max(self.stop, Stop.AT_LAYER)
 
     def at_layer_end(self, meter: ActivationMeter, *, last: bool) -> None:
-        """`last`: the layer that fills the last slot. `meter` is told of what R has brought."""
+        """Compare what R saved in this layer; keep what differs. `last`: it fills the last slot. `meter` counts the compared bytes for a moment."""
         meter.touch(meter.uncounted_bytes(found for _, found in self._brought))
         while self._brought:
             pair = self._brought.pop()
@@ -113,24 +122,19 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _parts(found: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The strided tensors that two tensors consist of, where they do not share their memory."""
-    if found.layout is torch.sparse_coo:
-        yield from zip((found._indices(), found._values()), (expected._indices(), expected._values()))
-    elif found.layout in {torch.sparse_csr, torch.sparse_bsr}:
-        for part in (Tensor.crow_indices, Tensor.col_indices, Tensor.values):
-            yield part(found), part(expected)
-    elif found.layout in {torch.sparse_csc, torch.sparse_bsc}:
-        for part in (Tensor.ccol_indices, Tensor.row_indices, Tensor.values):
-            yield part(found), part(expected)
-    elif found.layout is torch.strided and not (
-        found.is_nested or _is_workspace(found) or _share_memory(found, expected)
-    ):
+    """Pairs of strided tensors to compare; none if the two share memory or cannot be compared."""
+    if found.layout is not torch.strided:
+        if found.layout in _SPARSE:  # opaque layouts (mkldnn) have no comparison
+            yield from zip(parts_of(found), parts_of(expected))
+    elif not (found.is_nested or _is_workspace(found) or _share_memory(found, expected)):
         yield found, expected
-    # Nested and opaque layouts (mkldnn) have no comparison.
+
+
+_SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr, torch.sparse_csc, torch.sparse_bsc}
 
 
 def _is_workspace(tensor: Tensor) -> bool:
-    """Plain bytes that a library (oneDNN, cuDNN) keeps for its backward: it never writes the gaps between its values."""
+    """Bytes that a library (oneDNN, cuDNN) keeps for its backward. They are not compared: it never writes the gaps between its values."""
     return tensor.dtype is torch.uint8 and tensor.dim() == 1
 
 
@@ -154,3 +158,61 @@ def _mask(found: Tensor, expected: Tensor) -> Tensor | None:
     else:
         mask = ~((found == expected) | ((found != found) & (expected != expected)))
     return mask if bool(mask.any()) else None
+
+
+# Later steps ----------------------------------------------------------------------------------------------------------
+
+
+class Witness:
+    """The checksums of one set, by layer. `watched` has, per layer, the modules that may have state in attributes, with their names.
+
+    F takes a checksum at the end of each layer, since an operation may fill a tensor that it has saved already. Parameters are skipped:
+    their versions are compared.
+    """
+
+    def __init__(self, watched: Sequence[Sequence[tuple[str, nn.Module]]] = ()) -> None:
+        self._watched = watched
+        self._look: Look | None = None  # attributes of the layer that F is in, before it ran
+        self._slots: list[int] | None = None  # of that layer; None: F is in none
+        self._tensors: list[Tensor] = []  # that it has saved in them
+        self._layers: list[tuple[list[int], int]] = []  # slots and checksum of each earlier layer
+
+    def see(self, slot: int, tensor: Tensor) -> None:
+        """F saves this in the layer that it is in."""
+        assert self._slots is not None
+        if type(tensor) is not nn.Parameter and type(tensor._base) is not nn.Parameter:
+            self._slots.append(slot)
+            self._tensors.append(tensor)
+
+    def turn(self, layer: int | None) -> str | None:
+        """F comes to `layer`; None: to its end, or to a layer that R will not run. Returns the name of an attribute that the layer before has
+        changed; nothing is held of that layer any more."""
+        look, self._look, name = self._look, None, None
+        if self._slots is not None:
+            self._layers.append((self._slots, checksum(self._tensors)))
+            if look is not None:
+                name = first_change(look, attributes_of(self._watched[len(self._layers) - 1]))
+        self._slots = []
+        self._tensors.clear()
+        if layer is not None and layer < len(self._watched) and self._watched[layer]:
+            self._look = attributes_of(self._watched[layer])
+        return name
+
+    def first_difference(self, slots: Sequence[Slot]) -> int | None:
+        """The first layer whose slots R has filled with other values than F saved; None: they are the same."""
+        for layer, (numbers, expected) in enumerate(self._layers):
+            if checksum(tensor for n in numbers if (tensor := slots[n].tensor) is not None) != expected:
+                return layer
+        return None
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """CRC-32 of the bits of some tensors, one after the other; tensors without plain bits (sparse, nested, quantized) are skipped."""
+    found = 0
+    for tensor in tensors:
+        if tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or _is_workspace(tensor)):
+            plain = tensor.detach().contiguous()
+            if plain.dtype is torch.bfloat16:  # which numpy does not know
+                plain = plain.view(torch.int16)
+            found = zlib.crc32(plain.numpy(force=True).data, found)
+    return found

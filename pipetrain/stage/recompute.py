@@ -1,13 +1,14 @@
 """R of one set: the stage runs again under hooks that fill the slots of F, in the same order.
 
 pack(t)   is it what F saved next (shape, dtype, the operation that made it)? Then it fills that slot
-the end   when the last slot is full, or where the proof has shown that R may end; whatever is left of the graph is thrown away
+the end   when the last slot is full, or where the proof has shown that R may end; nobody runs its graph
 """
 
 from __future__ import annotations
 
 from collections.abc import Set
 from contextlib import AbstractContextManager
+from types import NoneType
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -31,54 +32,51 @@ class SetComplete(BaseException):
     """The last slot is full: B needs nothing of what the rest of R would compute."""
 
 
-# The node of what R begins with behind a layer that it passes over, which in F was that layer's.
+# After a kept layer, R gets the next layer's input from `Gate`, so its node is this one; in F it was a node of the kept layer.
 _ENTERED = "GateBackward"
 
 
 class Recompute:
-    """One R of a set. It ends at `stop`; with a proof, it runs to the end of the stage."""
+    """One R of a set. It ends at `stop`; with a proof, it runs to the end of the stage. With `detaches`, what fills the slots does not hold R's
+    graph. Without it, the graph goes as the slots go, which costs the host less, and is right where the graph holds no memory of its own."""
 
-    def __init__(self, late: LateBoundSet, stop: Stop = Stop.AT_SLOT) -> None:
-        self._late = late
-        self._proof = late.proof
+    def __init__(self, late: LateBoundSet, stop: Stop = Stop.AT_SLOT, *, detaches: bool = True) -> None:
+        self._late, self._proof, self._detaches = late, late.proof, detaches
         self._stop = Stop.AT_END if late.proof else stop
-        self._slots = late.slots
-        self._signatures = late.signatures
-        self._end = late.end
+        self._slots, self._signatures, self._end = late.slots, late.signatures, late.end
         self._layer = -1  # that R is in
         self._filled = 0
-        self._most = len(late.slots)  # as many may be filled
+        self._most = len(late.slots)  # slots that may be filled; 0: R is complete
         self._is_complete = False
         self._failure: RuntimeError | None = None
 
     def start_layer(self) -> AbstractContextManager[object] | None:
         """R comes to its next layer. Returns the context in which it runs; None: it does not run, because F has kept its saved tensors.
 
-        Raises:
-            SetComplete: R need not go on.
-            RecomputeMismatch: the layer before did something else than in F.
+        Raises SetComplete: R need not go on; RecomputeMismatch: the layer before did something else than in F.
         """
+        late = self._late
         if self._layer >= 0:
             self._end_layer()
         if self._stop is Stop.AT_LAYER and self._filled >= self._end:
             raise SetComplete
         self._layer += 1
-        if self._layer in self._late.whole:
-            self._filled = self._late.starts[self._layer + 1]
+        if self._layer in late.whole:
+            self._filled = late.starts[self._layer + 1]
             return None
-        pack = self._fill if self._proof is None and self._late.casts is None else self._compare
-        if self._late.outputs is None:
+        pack = self._fill if self._proof is None and late.casts is None else self._compare
+        if late.outputs is None:
             return saved_tensors_hooks(pack, self._unpack)
         hooks = saved_tensors_hooks(beside_mode(pack), self._unpack)
-        return both(hooks, self._late.outputs.in_recompute(self._layer, self.fail))
+        return both(hooks, late.outputs.in_recompute(self._layer, self.fail))
 
     def _fill(self, tensor: Tensor) -> None:
-        number = self._filled
-        if number >= self._most or (tensor.shape, tensor.dtype, type(tensor.grad_fn)) != self._signatures[number]:
+        number, node = self._filled, type(tensor.grad_fn)
+        if number >= self._most or (tensor.shape, tensor.dtype, node) != self._signatures[number]:
             self._check_signature(tensor)
         slot = self._slots[number]
-        # Detached: it would keep the graph of R alive.
-        slot.tensor = tensor.detach()
+        # A leaf may be a buffer, in which after R other data stand in.
+        slot.tensor = tensor.detach() if self._detaches or node is NoneType else tensor
         slot.version = tensor._version
         self._filled = number + 1
         if self._filled == self._end and self._stop is Stop.AT_SLOT:
@@ -99,7 +97,6 @@ class Recompute:
             self._proof.at_last_slot()
 
     def _check_signature(self, tensor: Tensor) -> None:
-        """Check that R saves what F saved next."""
         if self._is_complete:
             raise SetComplete
         signature = tensor.shape, tensor.dtype, type(tensor.grad_fn)
@@ -114,16 +111,6 @@ class Recompute:
             raise SetComplete
         self.fail("takes a gradient inside the layer, which F did not")
 
-    def raise_what_was_meant(self) -> None:
-        """Called when a layer has raised or returned. It may have caught an exception of the hooks, which is raised again here.
-
-        Raises SetComplete, RecomputeMismatch.
-        """
-        if self._is_complete:
-            raise SetComplete
-        if self._failure is not None:
-            raise self._failure
-
     def is_what_was_meant(self, error: BaseException) -> bool:
         """Whether R is complete, although a layer has raised `error`. Raises RecomputeMismatch."""
         if not self._is_complete and self._failure is not None:
@@ -133,64 +120,51 @@ class Recompute:
         return self._is_complete
 
     def _end_layer(self) -> None:
-        if self._is_complete or self._failure is not None:
-            self.raise_what_was_meant()
-        expected = self._late.starts[self._layer + 1]
+        # The layer may have caught an exception of the hooks, which is raised again here.
+        if self._is_complete:
+            raise SetComplete
+        if self._failure is not None:
+            raise self._failure
+        late, expected = self._late, self._late.starts[self._layer + 1]
         if self._filled < expected:
             self._fail_because_it_ended()
         if self._filled > expected:
             self.fail(f"saves {self._filled - expected} tensors more than in F")
-        if (
-            self._late.outputs is not None
-            and self._layer not in self._late.whole
-            and (left := self._late.outputs.left(self._layer))
-        ):
+        if late.outputs is not None and self._layer not in late.whole and (left := late.outputs.left(self._layer)):
             self.fail(f"ended without {left} of the operations whose outputs F kept")
         if self._proof is not None:
-            self._proof.at_layer_end(self._late.meter, last=self._late.starts[self._layer] < self._end <= expected)
+            self._proof.at_layer_end(late.meter, last=late.starts[self._layer] < self._end <= expected)
 
     def end(self, own: Set[int] = frozenset(), size: SetSize | None = None) -> None:
-        """R is done: every slot is full and what fills it has not changed. `size` is that of sets of this kind.
+        """End R: check that every slot is full. `own` are storages that R read in place of buffers. A view into one shares its version counter
+        with the buffer, which other microbatches change; so its slot gets a counter of its own. `size` is that of sets of this kind.
 
-        `own` are storages that R read in place of buffers. A view into one shares its version counter with the buffer, which
-        other microbatches change.
-
-        Raises:
-            RecomputeMismatch: R ended before it had saved what F saved; or the proof found another value.
-            SavedTensorChanged: with the layer, and the shape of the tensor.
+        Raises RecomputeMismatch: R ended before it had saved what F saved, or with other values; SavedTensorChanged.
         """
         if not self._is_complete and self._layer >= 0:
             self._end_layer()
         if self._filled < self._end:
             self._fail_because_it_ended()
-        if self._proof is None:
-            self._check_filled()
-            for slot in self._slots if own else ():
-                if slot.tensor is not None and slot.storage() in own:
-                    slot.fill(slot.tensor.data)
-            self._late.count(size or SetSize())
-        else:
+        late = self._late
+        if self._proof is not None:
             if (difference := self._difference()) is not None:
                 raise difference
             self._proof.clear()
-        if self._late.outputs is not None:
-            self._late.set_bytes_before = self._late.saved_outputs_bytes
+        else:
+            if late.witness is not None and (layer := late.witness.first_difference(self._slots)) is not None:
+                raise mismatch(late.name_of(layer), "saves other values than F did, which it did not in its first step")
+            for slot in self._slots if own else ():
+                if slot.tensor is not None and slot.storage() in own:
+                    if slot.tensor._version != slot.version:
+                        raise saved_changed(late.name_of_slot(slot), slot.tensor.shape, "later in the same recompute")
+                    slot.fill(slot.tensor.data)
+            late.count(size or SetSize())
+        if late.outputs is not None:
+            late.set_bytes_before = late.saved_outputs_bytes
         self._slots.clear()
 
-    def _check_filled(self) -> None:
-        for slot in self._slots:
-            if slot.tensor is not None and slot.tensor._version != slot.version:
-                raise saved_changed(self._late.name_of_slot(slot), slot.tensor.shape, "later in the same recompute")
-        if self._late.witness is None:
-            return
-        layer = self._late.witness.first_difference(self._slots)
-        if layer is not None:
-            raise mismatch(
-                self._late.name_of(layer), "saves other values than F did, which it did not in its first step"
-            )
-
     def fail(self, what: str, layer: int | None = None) -> NoReturn:
-        """Raise that R of its current layer did something else than F. If an earlier layer already had other values, the error names that one."""
+        """Raise RecomputeMismatch: in this layer R did something else than F. If an earlier layer had other values, the error names that one."""
         if self._failure is None:
             self._failure = self._difference() or mismatch(
                 self._late.name_of(self._layer if layer is None else layer), what
@@ -202,7 +176,7 @@ class Recompute:
         self.fail(f"ended without saving {missing}, which F saved", self._late.layer_of(self._filled))
 
     def _difference(self) -> RecomputeMismatch | SavedTensorChanged | None:
-        """The first value that the proof found to be another than in F, if there is one."""
+        """The error for the first tensor that the proof found to differ from F; None: there is none."""
         found = None if self._proof is None else self._proof.first_difference()
         if found is None:
             return None

@@ -56,47 +56,34 @@ def weight_seed(seed: int, layer: int) -> int:
     return mix(seed, layer)
 
 
-def generators_of(device: torch.device) -> list[torch.Generator]:
-    """The default generators that a layer on `device` draws from."""
-    own = [torch.default_generator]
-    return own if device.type != "cuda" else [*own, torch.cuda.default_generators[device.index or 0]]
-
-
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Set the default generators that a layer on `device` draws from, and those of Python.
-
-    Not `torch.manual_seed`, which seeds every back-end of the machine: this runs once per layer and microbatch.
-    """
-    for generator in generators_of(device):
-        generator.manual_seed(seed)
-    seed_python(seed)
+    """Set the default generators that a layer on `device` draws from, and those of Python. Not `torch.manual_seed`, which seeds every back-end of
+    the machine: this runs once per layer and microbatch."""
+    seeder(device, in_python=True)(seed)
 
 
 def seeder(device: torch.device, *, in_python: bool) -> Callable[[int], object]:
-    """What sets the generators of a layer on `device` to a seed; those of Python too where it may draw from them."""
-    generators = generators_of(device)
-    if not in_python and len(generators) == 1:
-        return generators[0].manual_seed
+    """What sets the default generators that a layer on `device` draws from; `in_python`: those of Python too, and of numpy where it is loaded,
+    which is ten times the work."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index or 0])
+    elif not in_python:
+        return torch.default_generator.manual_seed
 
     def seed(number: int) -> None:
         for generator in generators:
             generator.manual_seed(number)
         if in_python:
-            seed_python(number)
+            random.seed(number)
+            if (numpy_random := sys.modules.get(_NUMPY)) is not None:
+                numpy_random.seed(number & 0xFFFFFFFF)
 
     return seed
 
 
-def seed_python(seed: int) -> None:
-    """Set the generators of Python and, where it is loaded, of numpy: ten times the work of torch's, for a layer that may draw from them."""
-    random.seed(seed)
-    numpy_random = sys.modules.get(_NUMPY)
-    if numpy_random is not None:
-        numpy_random.seed(seed & 0xFFFFFFFF)
-
-
 def draws_in_python(layer: Any) -> bool:
-    """Whether a layer, or a loss, may draw from the generators of Python and numpy: not what names nothing but torch in its code."""
+    """Whether a layer, or a loss, may draw from the generators of Python and numpy: false only if its code names nothing but torch."""
     if not isinstance(layer, nn.Module):
         return _may_draw(layer)
     return any(
@@ -108,7 +95,7 @@ def draws_in_python(layer: Any) -> bool:
 
 
 def _methods_of(module: nn.Module) -> Iterator[Any]:
-    """Its methods, and what else stands in its classes and may be called."""
+    """The methods of a module, and other attributes of its classes that may have code."""
     for kind in type(module).__mro__:
         if not _is_of_torch(kind) and kind is not object:
             for name, value in vars(kind).items():
@@ -128,7 +115,7 @@ def _may_draw(thing: Any) -> bool:
 
 
 def _names_more(code: types.CodeType, names: Mapping[str, Any]) -> bool:
-    """Whether a function names or imports anything outside of itself but torch and its functions."""
+    """Whether a function imports anything, or names anything outside of itself that is not torch's."""
     inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
     return (
         any(name in _DYNAMIC or not _is_of_torch(names.get(name, torch)) for name in code.co_names)
@@ -143,7 +130,7 @@ def _is_of_torch(thing: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an attribute, or a default, has no code of its own. A module that is no submodule has some."""
+    """Whether an attribute, or a default, brings no code of its own. (A module in a plain attribute brings some.)"""
     if isinstance(value, (list, tuple, dict)):
         return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
     return value is None or isinstance(value, (int, float, str, Tensor)) or _is_of_torch(value)

@@ -1,7 +1,7 @@
 """A stage that is recomputed in parts: between F and B of a microbatch only the parts' inputs stay (recompute.segments).
 
     F1     part 0 ─ part 1 ─ part 2 ─ part 3    the graph is cut between parts, as between stages
-    R1.3   B1.3    part 3 comes back and goes     [1] B1.3 takes the gradient of the stage's output
+    R1.3   B1.3    R fills part 3, B frees it     [1] B1.3 takes the gradient of the stage's output
     R1.2   B1.2    ...                            [2] B1.2 that of part 3's input
     R1.0   B1.0                                   [3] B1.0 gives that of the stage's input
 
@@ -13,7 +13,7 @@ microbatch, from seeds to the proof, it does for a part.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -27,8 +27,8 @@ from pipetrain.stage.microbatch import StageInput, StageOutput
 from pipetrain.stage.stage import LossFn, Stage
 from pipetrain.stage.tensor_copies import storage_key
 
-# The leaves of an output, their tree, the device, who gives them, and memories (by the identity of their storage) that nobody may change
-# in place, and why -> the leaves as the next one gets them, and which of them it may not change.
+# (leaves of an output, their tree, the device, the name of their giver in an error, {storage that may not be changed in place: why})
+# -> (leaves for the next part or stage, {leaf that it may not change: why}).
 Cross = Callable[
     [Sequence[Any], pytree.TreeSpec, torch.device, str, Mapping[int, str]], tuple[Sequence[Any], Mapping[int, str]]
 ]
@@ -39,7 +39,7 @@ class _Passing:
     """A microbatch between its F and the end of its B."""
 
     num_inputs: int
-    gradients: Sequence[Tensor | None] = ()  # of the input of the last part that had its B
+    gradients: Sequence[Tensor | None] = ()  # of the input of the part whose B ran last
     shared: list[Tensor | None] = field(default_factory=list)  # what the parts' B gave the weights that they share
 
 
@@ -63,10 +63,7 @@ class SegmentedStage:
     ) -> None:
         assert sum(sizes) == len(layers)
         assert min(sizes) > 0
-        self.index = index
-        self.layers = list(layers)
-        self.first_layer = first_layer
-        self.loss_fn = loss_fn
+        self.index, self.layers, self.first_layer, self.loss_fn = index, list(layers), first_layer, loss_fn
         self.parts: list[Stage] = []
         self._cross = cross
         self._passing: dict[int, _Passing] = {}
@@ -84,38 +81,21 @@ class SegmentedStage:
 
     @property
     def end(self) -> str:
-        """Who gives what leaves the stage, in an error."""
+        """The name, in an error, of the layer that gives the output of the stage."""
         return self.parts[-1].end
 
-    @property
-    def set_bytes(self) -> dict[int, int]:
-        """Microbatch -> bytes of its set, all parts together."""
-        return _summed([part.set_bytes for part in self.parts])
-
-    @property
-    def stash_bytes(self) -> dict[int, int]:
-        """Microbatch -> bytes of its parts' inputs."""
-        return _summed([part.stash_bytes for part in self.parts])
-
-    @property
-    def kept_bytes(self) -> dict[int, int]:
-        """Microbatch -> bytes of outputs that are kept for R of its parts."""
-        return _summed([part.kept_bytes for part in self.parts])
-
-    def layers_by_number(self) -> dict[int, nn.Module]:
-        """The layers by their global index."""
-        return dict(enumerate(self.layers, self.first_layer))
+    # As of `Stage`, all parts together.
+    set_bytes = property(lambda self: _summed(part.set_bytes for part in self.parts))
+    stash_bytes = property(lambda self: _summed(part.stash_bytes for part in self.parts))
+    kept_bytes = property(lambda self: _summed(part.kept_bytes for part in self.parts))
 
     # F ------------------------------------------------------------------------------------------------------------
 
     def forward(
         self, microbatch: int, given: StageInput, *, has_backward: bool = True, split: bool = False, **options: bool
     ) -> StageOutput:
-        """F of all parts, as `Stage.forward`, which has the `options`.
-
-        Raises:
-            TypeError: what may not cross from part to part. As `Stage.forward`.
-        """
+        """F of all parts; `options` are those of `Stage.forward`. Raises TypeError: the output of a part has what may not be passed on. What
+        `Stage.forward` raises."""
         assert not split, f"stage {self.index} has parts, and B of parts has no halves"
         *before, last = self.parts
         inputs = given
@@ -129,7 +109,7 @@ class SegmentedStage:
         return output
 
     def _handed_over(self, part: Stage, output: StageOutput, given: StageInput) -> StageInput:
-        """The output of `part`, which got `given`, as the next one gets it: as a stage of the same rank would."""
+        """The input of the next part, made of the output of `part`, whose input was `given`, as between two stages of one rank."""
         memories = {storage_key(given.leaves[number]): why for number, why in given.fixed.items()}
         leaves, fixed = self._cross(output.leaves, output.spec, part.device, part.end, memories)
         wants = frozenset(number for number, wanted in enumerate(output.wants_gradient) if wanted)
@@ -144,17 +124,10 @@ class SegmentedStage:
             self.parts[part].recompute(microbatch)
 
     def backward(
-        self,
-        microbatch: int,
-        gradients: Sequence[Tensor | None],
-        *,
-        scale: float = 1.0,
-        part: int | None = None,
+        self, microbatch: int, gradients: Sequence[Tensor | None], *, scale: float = 1.0, part: int | None = None
     ) -> list[Tensor | None]:
-        """B of one part, or of all (None); the last one's `gradients` are those of the stage's output.
-
-        Returns the gradient of each leaf of the part's input, as `Stage.backward`.
-        """
+        """B of one part, or of all (None). `gradients` are those of the stage's output; only the last part uses them. Returns the gradient of
+        each leaf of the part's input, as `Stage.backward`."""
         passing = self._passing[microbatch]
         last = len(self.parts) - 1
         for number in range(last, -1, -1) if part is None else (part,):
@@ -175,7 +148,7 @@ class SegmentedStage:
 
     @contextmanager
     def _collecting(self, passing: _Passing) -> Iterator[None]:
-        """What B adds to a weight that parts share is put aside: autograd adds it to `.grad` once, as a sum."""
+        """In the block, gradients of weights that parts share are collected apart: their sum is added to `.grad` once, as autograd does."""
         outside = [parameter.grad for parameter in self._shared]
         for parameter, own in zip(self._shared, passing.shared):
             parameter.grad = own
@@ -196,7 +169,7 @@ class SegmentedStage:
             part.end_step()
 
     def drop(self) -> None:
-        """Forget everything that is held: a step has failed."""
+        """As `Stage.drop`."""
         self._passing.clear()
         for part in self.parts:
             part.drop()
@@ -208,18 +181,20 @@ AnyStage = Stage | SegmentedStage
 def make_stage(
     index: int, layers: Sequence[nn.Module], sizes: Sequence[int], *, cross: Cross, **options: Any
 ) -> AnyStage:
-    """A stage in parts of `sizes` layers; where there are fewer than two parts, one as a whole. `options` are those of `Stage`."""
+    """A stage in parts of `sizes` layers; with fewer than two parts, a `Stage`. `options` are those of `Stage`."""
     if len(sizes) < 2:
         return Stage(index, layers, **options)
     return SegmentedStage(index, layers, sizes, cross=cross, **options)
 
 
 def parameters_of_parts(stage: AnyStage) -> list[list[nn.Parameter]]:
-    """Of each part of a stage its parameters, in the order of its layers."""
+    """The parameters of each part of a stage, in the order of its layers."""
     parts = stage.parts if isinstance(stage, SegmentedStage) else [stage]
     return [[parameter for layer in part.layers for parameter in layer.parameters()] for part in parts]
 
 
-def _summed(of_parts: Sequence[dict[int, int]]) -> dict[int, int]:
-    microbatches = {microbatch for sizes in of_parts for microbatch in sizes}
-    return {microbatch: sum(sizes.get(microbatch, 0) for sizes in of_parts) for microbatch in microbatches}
+def _summed(of_parts: Iterable[dict[int, int]]) -> dict[int, int]:
+    total: Counter[int] = Counter()
+    for sizes in of_parts:
+        total.update(sizes)
+    return dict(total)

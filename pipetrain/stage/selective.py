@@ -1,13 +1,13 @@
 """Outputs that stay from F to B, so that R need not compute them: of matrix products, attention, or operations that the user names.
 
 To fill a slot in F would save no time, for R would still run the operation that made the tensor. So F and R run their layers
-under a mode below autograd; in R it *returns* what was kept, and autograd makes the node and saves as in F.
+under a `TorchDispatchMode`, below autograd. In R it *returns* what was kept, and autograd makes the node and saves as in F.
 
     F   op(...) -> output    [1] kept: an alias that shares memory and version with what the layers go on with
     R   op(...)              [2] not run: gets an alias of what is kept, in the order of the kept operations of its layer
-    B                        [3] what is kept goes when B begins; what was saved of it stays in its slot
+    B                        [3] kept outputs are dropped when B begins; tensors that autograd saved of them stay in their slots
 
-The order counts only operations that may be kept. It leaves out casts: under autocast F casts weights, and R finds those casts. An
+The order has only operations that may be kept. It has no casts: under autocast F casts weights, and R finds those casts. An
 operation that draws random numbers is never skipped, since later ones would draw others. Before an operation of F writes into the memory
 of a kept output, that output is copied, and the copy is kept. Torch's own modes (`create_selective_checkpoint_contexts`) detect writes
 by version counters. They miss some: a 3-dimensional product returns an `_unsafe_view` with the same memory and another counter.
@@ -19,20 +19,21 @@ import difflib
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipetrain.stage.casts import has_compiled
 from pipetrain.stage.meter import ActivationMeter, CountedBytes
 from pipetrain.stage.tensor_copies import copy_of, is_dense, storage_key
 
-# What the two words stand for, as torch names what runs.
+# The operations that the words `matmul` and `attention` stand for, by torch's names.
 OPS_OF: Mapping[str, frozenset[str]] = {
     "matmul": frozenset(("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")),
     "attention": frozenset((
@@ -46,7 +47,7 @@ _SOFTMAX = frozenset(("_softmax", "_safe_softmax"))
 
 
 class Wanted(Protocol):
-    """An entry of `recompute.selective`: an operation's name, or a word of `OPS_OF`, or None for all of them; in the layers from
+    """An entry of `recompute.selective`. `op`: an operation's name, a word of `OPS_OF`, or None for both words; in the layers from
     `first` to `last` (None: in all), there in the submodule `path` ("": in all of the layer). Its text is as the user wrote it."""
 
     @property
@@ -64,30 +65,27 @@ class Wanted(Protocol):
 
 @dataclass(frozen=True)
 class Operation:
-    """What matters here of one operation of torch's.
-
-    `can_be_kept`: it gives new memory and writes into none, and is no cast, which F and R differ in under autocast.
-    """
+    """What counts here of an operation of torch. `can_be_kept`: it returns new memory, writes into none, and is no cast (R finds those of F)."""
 
     name: str  # `mm`, or `library::name` where it is not torch's own
     arguments: tuple[str, ...]
     writes: tuple[str, ...]  # the arguments that it changes in place
     can_be_kept: bool
     draws: bool  # it may draw random numbers
-    is_foreign: bool  # torch does not say of it whether it draws
+    is_foreign: bool  # not torch's own: whether it draws is unknown
 
     def argument(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         place = self.arguments.index(name)
         return args[place] if place < len(args) else kwargs.get(name)
 
     def draws_with(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether this call may draw random numbers."""
+        """Whether a call with these arguments may draw random numbers."""
         return self.draws and ("dropout_p" not in self.arguments or bool(self.argument("dropout_p", args, kwargs)))
 
 
 @cache
 def operation_of(func: Any) -> Operation | None:
-    """What is known of an operation that torch dispatches; None: it is none of a plain kind."""
+    """What is known of an operation that torch dispatches; None if `func` is no ordinary operation."""
     if not isinstance(func, torch._ops.OpOverload):
         return None
     schema = func._schema
@@ -111,12 +109,12 @@ class _Rule:
     wanted: Wanted
     names: frozenset[str]  # of operations
     layers: Set[int]  # by their number in the stage; the loss has the one after the last layer's
-    modules: Sequence[nn.Module]  # the submodules in which it holds; none: in all of the layer
-    is_all_here: bool  # no other stage has some of its layers, nor has it another rule
-    is_met: bool  # it has kept something, or it is not known
+    modules: Sequence[nn.Module]  # the submodules to which it is limited; empty: all of the layer
+    is_all_here: bool  # the entry has no layer in another stage, and no other rule
+    is_met: bool  # it has kept something, or a compiled layer hides whether it has
 
     def why_unmet(self, stage: str, unfused: Set[int]) -> str | None:
-        """Why the user should know that it keeps nothing in `stage`; None: it may be meant."""
+        """A warning that the rule keeps nothing in `stage`; None: the user may mean that."""
         if self.names & OPS_OF["attention"] and self.layers & unfused:
             return (
                 f"recompute.selective={self.wanted} keeps no attention in {stage}: torch runs it there as products and a softmax, as with "
@@ -139,14 +137,14 @@ class Selection:
 
     def __init__(self, wanted: Sequence[Wanted], layers: Sequence[nn.Module], first_layer: int) -> None:
         """Raises:
-        ValueError: an entry that names no operation, or no module of its layer; with the nearest that there is.
+        ValueError: an entry names no operation, or no module of its layer; the message has the nearest that there is.
         """
         self._compiled = {number for number, layer in enumerate(layers) if has_compiled(layer)}
         self._rules = [rule for one in wanted for rule in self._rules_of(one, layers, first_layer)]
-        self._open: list[nn.Module] = []  # of the submodules of rules, those that run now
+        self._open: list[nn.Module] = []  # submodules of rules that run now
         self._unfused: set[int] = set()  # layers that run attention in pieces
         self.is_watched = True  # until the first forward has ended
-        # Per layer, by the operation's identity, for its hash is slow.
+        # Per layer: id of an operation -> `_Met`. By id, because the hash of an operation is slow.
         self._met: list[dict[int, _Met | None]] = [{} for _ in range(len(layers) + 1)]
 
     def _rules_of(self, one: Wanted, layers: Sequence[nn.Module], first_layer: int) -> list[_Rule]:
@@ -171,7 +169,7 @@ class Selection:
         return [line for line in lines if line is not None]
 
     def is_seen(self, layer: int) -> bool:
-        """Whether the operations of a layer pass the mode: what torch.compile made runs as it was compiled."""
+        """Whether the mode sees the operations of a layer: compiled code runs as it was compiled."""
         return layer not in self._compiled
 
     @contextmanager
@@ -181,15 +179,16 @@ class Selection:
             yield
             return
         self._open.clear()
+
+        def leave(*_: Any) -> None:
+            del self._open[-1:]
+
         with ExitStack() as hooks:  # no hook stays on a module
             for module in {module for rule in self._rules if layer in rule.layers for module in rule.modules}:
                 hooks.enter_context(module.register_forward_pre_hook(lambda module, _: self._open.append(module)))
-                hooks.enter_context(module.register_forward_hook(self._leave, always_call=True))
+                hooks.enter_context(module.register_forward_hook(leave, always_call=True))
             with _Mode(self._met[layer], partial(self._meet, layer), run):
                 yield
-
-    def _leave(self, *_: Any) -> None:
-        del self._open[-1:]
 
     def _meet(self, layer: int, func: Any) -> _Met | None:
         operation, rules = operation_of(func), list[_Rule]()
@@ -199,7 +198,7 @@ class Selection:
             if operation.can_be_kept:
                 rules = [rule for rule in self._rules if layer in rule.layers and operation.name in rule.names]
         met = (operation, rules) if operation is not None and (rules or operation.writes) else None
-        self._met[layer][id(func)] = met  # `operation_of` has the function, so that it stays
+        self._met[layer][id(func)] = met  # the cache of `operation_of` holds `func`, so its id stays its own
         return met
 
     def keeps(self, met: _Met, args: Any, kwargs: Any) -> bool:
@@ -216,11 +215,11 @@ class Selection:
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Calls `run` instead of each operation of a layer that has a `_Met` in `met`; `meet` fills `met`."""
 
-    supports_higher_order_operators = True  # they pass as they are
+    supports_higher_order_operators = True  # these run unchanged
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # no compiled layer runs under it, and to be skipped would load torch._dynamo: a second
+        return False  # no compiled layer runs under it, and True would load torch._dynamo, which takes a second
 
     def __init__(
         self, met: Mapping[int, _Met | None], meet: Callable[[Any], _Met | None], run: Callable[..., Any]
@@ -240,7 +239,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def beside_mode(pack: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """`pack`, so that what it does itself does not pass a mode, under which `detach` takes eight times as long."""
+    """`pack`, run outside of dispatch modes, under which `detach` takes eight times as long."""
 
     def run(tensor: Tensor) -> None:
         with torch._C._DisableTorchDispatch():
@@ -255,7 +254,7 @@ def _ops_named(one: Wanted) -> list[frozenset[str]]:
         return [OPS_OF[one.op]] if one.op else [*OPS_OF.values()]
     name = re.sub(r"^aten(\.|::)", "", one.op)
     library, _, short = name.rpartition("::")
-    known = set(torch._C._dispatch_get_all_op_names())  # scripts know more
+    known = set(torch._C._dispatch_get_all_op_names())  # without those of TorchScript alone
     packet = getattr(getattr(torch.ops, library or "aten"), short, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         ours = sorted({op[len("aten::") :].partition(".")[0] for op in known if op.startswith("aten::")})
@@ -268,8 +267,8 @@ def _ops_named(one: Wanted) -> list[frozenset[str]]:
             f"recompute.selective={one}: {name} is a view or a cast, or changes something in place, so R cannot leave it out; "
             "name what computes"
         )
-    has_kernel, composite = torch._C._dispatch_has_kernel_for_dispatch_key, "CompositeImplicitAutograd"
-    if all(has_kernel(op.name(), composite) for op in functional):
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if all(has_kernel(op.name(), "CompositeImplicitAutograd") for op in functional):
         raise ValueError(
             f"recompute.selective={one}: {name} is made of other operations, which are what runs; `pipetrain profile` names those "
             f"of this model, {' and '.join(OPS_OF)} are words for the dear ones"
@@ -288,16 +287,12 @@ def _no_such_module(one: Wanted, layers: Sequence[nn.Module]) -> str:
 # Their outputs ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class _Kept:
-    """An output that R gets, with aliases; each tensor of it with its version."""
+class _Kept(NamedTuple):
+    """A kept output, of which R gets aliases. `held` are its tensors, each with its version; `counted` is their entry in the meter."""
 
     output: Any
-    held: Sequence[tuple[Tensor, int]]
-    counted: CountedBytes  # in the meter, until this goes
-
-    def has_changed(self) -> bool:
-        return any(tensor._version != version for tensor, version in self.held)
+    held: list[tuple[Tensor, int]]
+    counted: CountedBytes
 
 
 @dataclass(eq=False)
@@ -306,8 +301,11 @@ class _Call:
 
     func: Any
     shapes: tuple[Any, ...]
-    num_slots: int  # of the set when it ran: R is complete before it comes to it again, or not
+    num_slots: int  # that F had filled before it; if these are all, R ends before this operation
     kept: _Kept | None = None  # None: R computes it
+
+    def has_changed(self) -> bool:
+        return self.kept is not None and any(tensor._version != version for tensor, version in self.kept.held)
 
 
 class KeptOutputs:
@@ -316,19 +314,20 @@ class KeptOutputs:
     def __init__(self, selection: Selection, meter: ActivationMeter) -> None:
         self._selection = selection
         self._calls: dict[int, list[_Call]] = defaultdict(list)  # by layer
-        self._next: dict[int, int] = defaultdict(int)  # of these, that R comes to
+        self._next: dict[int, int] = defaultdict(int)  # by layer: the index in `_calls` of what R runs next
         self._meter = meter
         self._by_storage: dict[int, _Call] = {}
 
-    def before_layer(self, layer: int, given: Sequence[Tensor], *, is_free: bool) -> None:
-        """F comes to a layer: where nobody sees what it writes, it may write on what it is `given`."""
-        if is_free or not self._selection.is_seen(layer):
-            for tensor in given:
-                self._before_write(tensor)
-
-    def in_forward(self, layer: int, num_slots: Callable[[], int]) -> AbstractContextManager[object]:
-        """Around a layer in F, before which F has saved `num_slots` tensors."""
-        return self._selection.under(layer, partial(self._run_in_forward, layer, num_slots))
+    def in_forward(
+        self, layer: int, value: Any, num_slots: Callable[[], int], *, is_free: bool
+    ) -> AbstractContextManager[object]:
+        """Around a layer in F, which gets `value`. `num_slots()` is the number of tensors that F has saved so far."""
+        if is_free or not self._selection.is_seen(layer):  # then it may write to all that it gets: keep copies of that
+            for leaf in pytree.tree_leaves(value):
+                if isinstance(leaf, Tensor):
+                    self._before_write(leaf)
+        run = partial(self._run_in_forward, layer, num_slots)
+        return nullcontext() if is_free else self._selection.under(layer, run)
 
     def in_recompute(self, layer: int, fail: Callable[[str], NoReturn]) -> AbstractContextManager[object]:
         """Around a layer in R; `fail` is called if R runs other operations than F."""
@@ -366,7 +365,7 @@ class KeptOutputs:
             fail(f"computes {func} of {_told(shapes)} where F computed {call.func} of {_told(call.shapes)}")
         if call.kept is None:
             return func(*args, **kwargs)
-        if call.kept.has_changed():
+        if call.has_changed():
             fail(f"finds the output of {func} changed in place after F")
         return _with(call.kept.output, _alias)
 
@@ -377,7 +376,7 @@ class KeptOutputs:
         self._by_storage.update((storage_key(tensor), call) for tensor in tensors)
 
     def _before_write(self, tensor: Tensor) -> None:
-        """F is about to change this in place: what is kept of its memory is a copy from now on."""
+        """F is about to change `tensor` in place: replace a kept output in its memory by a copy."""
         call = self._by_storage.pop(storage_key(tensor), None)
         if call is not None and call.kept is not None:
             output, call.kept = _with(call.kept.output, copy_of), None
@@ -387,35 +386,24 @@ class KeptOutputs:
         """F is done. R does not run the layers that are `whole`, and ends when the slots up to `num_slots` are full."""
         for layer, calls in self._calls.items():
             for call in calls:
-                has_changed = call.kept is not None and call.kept.has_changed()
-                if layer in whole or call.num_slots >= num_slots or has_changed:
+                if layer in whole or call.num_slots >= num_slots or call.has_changed():
                     call.kept = None
 
     def left(self, layer: int) -> int:
         """The number of operations that F ran in `layer` and R has not yet run."""
         return len(self._calls[layer]) - self._next[layer]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of distinct storages that are kept and counted."""
-        return sum(self._sizes().values())
-
-    def bytes_in(self, storages: Set[int]) -> int:
-        """Bytes of the kept outputs in these storages."""
-        return sum(size for key, size in self._sizes().items() if key in storages)
-
-    def _sizes(self) -> dict[int, int]:
-        sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in self.tensors()}
-        return {key: size for key, size in sizes.items() if not self._meter.is_left_out(key)}
-
-    def tensors(self) -> list[Tensor]:
+    def sizes(self) -> dict[int, int]:
+        """Bytes of the kept outputs that count, by storage."""
         kept = [call.kept for calls in self._calls.values() for call in calls if call.kept is not None]
-        return [tensor for one in kept for tensor, _ in one.held]
+        tensors = [tensor for one in kept for tensor, _ in one.held]
+        sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+        return {key: size for key, size in sizes.items() if not self._meter.is_left_out(key)}
 
     def drop(self) -> None:
         """Drop all kept outputs."""
         for calls in self._calls.values():
-            for call in calls:  # which an error may hold
+            for call in calls:  # the traceback of an error may hold it
                 call.kept = None
         self._calls.clear()
         self._by_storage.clear()
@@ -426,7 +414,7 @@ def _as_tuple(output: Any) -> Sequence[Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a tensor that can be kept, or holds none."""
+    """Whether a value is a dense tensor of no subclass, or holds no tensors."""
     if isinstance(value, Tensor):
         return type(value) is Tensor and is_dense(value)
     return not isinstance(value, (list, tuple, dict))

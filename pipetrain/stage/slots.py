@@ -1,16 +1,16 @@
 """Late-bound sets: F leaves an empty slot for each tensor that B will need, R fills the slots, B reads them.
 
 Autograd runs a backward node on the stream on which its forward ran, so a graph that R built would take B to R's
-stream. Here B runs on the graph of F; only the tensors come from R, whose own graph is thrown away.
+stream. Here B runs on the graph of F; only the tensors come from R, whose own graph nobody runs.
 
     F   pack    -> Slot()            [1] an empty slot goes into the graph; the tensor is not held
     R   pack(t) -> slot.tensor = t   [2] the same layers save the same tensors in the same order
     B   unpack  -> slot.tensor       [3] read, not emptied: a node may read twice; the slot goes when its node goes
 
 Saved-tensor hooks switch off autograd's own check that no saved tensor was changed in place, so it is made here: at the
-end of F, at the end of R, and when B reads.
+end of F and when B reads.
 
-A layer may catch what is raised through it. So the hooks leave a layer by a BaseException, which `except Exception` does not catch.
+A layer may catch what the hooks raise. So the hooks raise a BaseException, which `except Exception` does not catch.
 They also note the reason, and the caller of the layer checks for it when the layer has returned.
 """
 
@@ -24,15 +24,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
 from pipetrain.stage.casts import WeightCasts
-from pipetrain.stage.errors import Signature, mismatch, saved_changed
+from pipetrain.stage.errors import RecomputeMismatch, Signature, mismatch, saved_changed
 from pipetrain.stage.meter import ActivationMeter, CountedBytes, SetSize
-from pipetrain.stage.proof import Proof
+from pipetrain.stage.proof import Proof, Witness
 from pipetrain.stage.selective import KeptOutputs, Selection
 from pipetrain.stage.tensor_copies import Storages, copy_of_storage, storage_key, view_into
-from pipetrain.stage.witness import Witness
 
 
 class NeedsGradientInside(BaseException):
@@ -60,12 +58,20 @@ class Slot:
 class LateBoundSet:
     """The slots of one (stage, microbatch), from F to B.
 
-    `name_of(layer)` names a layer of the stage in an error; layers are numbered from 0 within the stage. Where there is a
-    `proof`, F fills the slots, and R's tensors are compared with them. `casts` is told of what is saved, where autocast is on.
-    `selection` says which outputs F keeps for R. `watches`: F checks at its end that no tensor that it saved has
-    changed in place. Without it, R checks this for the slots that it fills, since it runs the same operations. `split`: some of the
-    tensors are held until W and the others are not, so the meter counts each slot by itself.
+    Layers are numbered from 0 within the stage. `proof`: F fills the slots, and R's tensors are compared with them. `casts` is told of
+    what is saved, under autocast. `selection` says which outputs F keeps for R. `watches`: F checks at its end that no tensor that it
+    saved has changed in place; else B does for the slots that R fills. `split`: some tensors are held until W, so each slot counts by itself.
     """
+
+    wanted: int | None = None  # the layer whose empty slot was read in F, by itself or another layer
+    hooks_refused = False  # the layer that F is in cannot run with hooks
+    whole: Set[int] = frozenset()  # layers whose saved tensors F keeps: R does not run them
+    free: Set[int] = frozenset()  # of these, those that run without hooks
+    layer = -1  # that F is in
+    end = 0  # R is complete when the slots before this one are filled
+    num_bytes = 0  # of what fills the slots
+    set_bytes_before = 0  # bytes of the set that R fills that were held already: kept outputs
+    _is_in_forward = True
 
     def __init__(
         self,
@@ -83,15 +89,7 @@ class LateBoundSet:
         self.keep = keep
         self.proof = proof
         self.is_filled = keep or proof is not None  # by F
-        self.wanted: int | None = None  # the layer whose empty slot another, or the same, has read in F
-        self.hooks_refused = False  # the layer that F is in has asked for no hooks
         self.reads_from: dict[int, int] = {}  # a layer that read slots in F -> the first layer of which it read one
-        self.whole: set[int] = set()  # layers whose saved tensors F keeps: R brings nothing of theirs
-        self.free: set[int] = set()  # of these, those that run without hooks
-        self.layer = -1  # that F or R is in
-        self.num_bytes = 0  # of what fills the slots
-        self.set_bytes_before = 0  # of the set that R brings, what was held already: kept outputs that it saved
-        self._is_in_forward = True
         self._split = split
         self.casts = casts
         self.name_of = name_of
@@ -100,9 +98,9 @@ class LateBoundSet:
         self.signatures: list[Signature] = []
         self.witness = witness
         self._watches = watches or self.is_filled
+        self._looks = self._watches or casts is not None or witness is not None
         self._aliases: list[tuple[int, int, Tensor]] = []  # slot, version, what shares the version counter
         self.starts: list[int] = []  # the first slot of each layer, and when F has ended the number of slots
-        self.end = 0  # as many slots are filled when R is complete
         # Outputs that R does not compute; None: it computes all, or there is no R.
         self.outputs = None if selection is None or keep else KeptOutputs(selection, meter)
 
@@ -110,40 +108,29 @@ class LateBoundSet:
 
     def keep_whole(self, layers: Set[int], free: Set[int]) -> None:
         """The saved tensors of these layers stay in the graph of F, as they are; `free` are those that run without hooks."""
-        self.whole |= layers
-        self.free |= free
+        self.whole, self.free = self.whole | layers, self.free | free
 
     def start_layer(self, value: Any = None) -> AbstractContextManager[object]:
         """F comes to its next layer, whose input is `value`. Returns the context in which the layer runs."""
         self.layer += 1
         self.starts.append(len(self.slots))
-        if self.witness is not None:
-            self._turn_witness()
-        is_free = self.layer in self.free
+        is_whole, is_free = self.layer in self.whole, self.layer in self.free
+        if self.witness is not None and (name := self.witness.turn(None if is_whole else self.layer)) is not None:
+            raise self._attribute_changed(self.layer - 1, name)
+        outputs = None
         if self.outputs is not None:
-            tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-            self.outputs.before_layer(self.layer, tensors, is_free=is_free)
+            outputs = self.outputs.in_forward(self.layer, value, self.slots.__len__, is_free=is_free)
         if is_free:
             return nullcontext()
-        looks = self._watches or self.casts is not None or self.witness is not None or self.layer in self.whole
-        # Not held: they refer to this set.
-        hooks = saved_tensors_hooks(self._pack_and_look if looks else self._pack, self._unpack)
-        if self.outputs is None:
-            return hooks
-        return both(hooks, self.outputs.in_forward(self.layer, self.slots.__len__))
+        # Made for each layer and not stored: hooks refer to this set, which would be a cycle.
+        hooks = saved_tensors_hooks(self._pack_and_look if self._looks or is_whole else self._pack, self._unpack)
+        return hooks if outputs is None else both(hooks, outputs)
 
-    def _turn_witness(self, *, ends: bool = False) -> None:
-        assert self.witness is not None
-        layer = self.layer if ends else self.layer - 1
-        if layer >= 0 and (name := self.witness.end_layer()) is not None:
-            raise mismatch(
-                self.name_of(layer), f"would change its attribute {name} again, which F did not in its first step"
-            )
-        if not ends and self.layer not in self.whole:
-            self.witness.start_layer(self.layer)
+    def _attribute_changed(self, layer: int, name: str) -> RecomputeMismatch:
+        what = f"would change its attribute {name} again, which F did not in its first step"
+        return mismatch(self.name_of(layer), what)
 
     def refuse_hooks(self, _: str = "") -> NoReturn:
-        """Stop the layer that F is in, because it cannot run with hooks."""
         self.hooks_refused = True
         raise NeedsGradientInside
 
@@ -171,21 +158,25 @@ class LateBoundSet:
 
     def _unpack(self, slot: Slot) -> Tensor:
         tensor = slot.tensor
-        if self._is_in_forward:
-            layer = self.layer_of(slot.number)
-            if tensor is None:
-                self.wanted = layer
-                raise NeedsGradientInside
-            self.reads_from[self.layer] = min(layer, self.reads_from.get(self.layer, layer))
-        assert tensor is not None, f"B reads an empty slot of {self.name_of_slot(slot)}: its R has not run"
+        if tensor is None or self._is_in_forward:
+            tensor = self._read_before_b(slot)
         if tensor._version != slot.version:
             raise saved_changed(self.name_of_slot(slot), tensor.shape, "before B read it")
         return tensor
 
+    def _read_before_b(self, slot: Slot) -> Tensor:
+        assert self._is_in_forward, f"B reads an empty slot of {self.name_of_slot(slot)}: its R has not run"
+        layer = self.layer_of(slot.number)
+        if slot.tensor is None:
+            self.wanted = layer
+            raise NeedsGradientInside
+        self.reads_from[self.layer] = min(layer, self.reads_from.get(self.layer, layer))
+        return slot.tensor
+
     def end_forward(
         self, changing: Set[int] = frozenset(), *, needed: bool = True, size: SetSize | None = None
     ) -> None:
-        """F is done: nothing that it saved may have changed since. `needed`: whether B will read anything.
+        """End F: check that nothing that it saved was changed since. `needed`: whether B will read anything.
 
         `changing` are storages that a later F changes (buffers): what a kept set has of them is copied now. `size` is that of sets
         of this kind.
@@ -199,12 +190,15 @@ class LateBoundSet:
         self._aliases.clear()
         self._is_in_forward = False
         self.starts.append(len(self.slots))
-        if self.witness is not None:
-            self._turn_witness(ends=True)
+        if self.witness is not None and (name := self.witness.turn(None)) is not None:
+            raise self._attribute_changed(self.layer, name)
         if changing:
             self._copy_what_changes(changing)
         if needed:
-            self.end = self._last_slot_of_recompute() if self.whole else len(self.slots)
+            self.end = len(self.slots)
+        if needed and self.whole:
+            spans = enumerate(zip(self.starts, self.starts[1:]))
+            self.end = max((end for layer, (start, end) in spans if layer not in self.whole and start < end), default=0)
         if self.outputs is not None:
             self.outputs.end_forward(self.whole, self.end)
         if self.is_filled or self.whole - self.free:
@@ -212,13 +206,8 @@ class LateBoundSet:
         if self.keep or not needed:
             self.slots.clear()  # the graph owns them; each goes with its node
 
-    def _last_slot_of_recompute(self) -> int:
-        """The number after that of the last slot that R fills, or proves."""
-        spans = enumerate(zip(self.starts, self.starts[1:]))
-        return max((end for layer, (start, end) in spans if layer not in self.whole and start < end), default=0)
-
     def _copy_what_changes(self, changing: Set[int]) -> None:
-        copies: Storages = {}  # of each storage one, so that views still share it
+        copies: Storages = {}  # one per storage, so that its views still share memory
         for slot in self.slots:
             key = slot.storage()
             if slot.tensor is not None and key in changing:
@@ -227,25 +216,25 @@ class LateBoundSet:
                 slot.fill(view_into(copies[key], slot.tensor))
 
     def count(self, size: SetSize) -> None:
-        """Count the tensors in the slots in the meter, until the last of these slots is gone. With a split backward each slot counts by itself."""
-        filled = [(slot, slot.tensor) for slot in self.slots if slot.tensor is not None and slot.counted is None]
-        tensors = (tensor for _, tensor in filled)
+        """Count the tensors in the slots in the meter, until these slots are gone. With a split backward each slot counts by itself."""
+        filled, tensors = list[Slot](), list[Tensor]()
+        for slot in self.slots:
+            if slot.tensor is not None and slot.counted is None:
+                filled.append(slot)
+                tensors.append(slot.tensor)
+                if size.is_known and not self._split:
+                    break  # B comes last to what was saved first
         if self._split:
             self.num_bytes = self.meter.uncounted_bytes(tensors)
-            for slot, tensor in filled:
+            for slot, tensor in zip(filled, tensors):
                 slot.counted = CountedBytes(self.meter, 0, (tensor,))
             return
         counted = size.counted(self.meter, tensors)
         self.num_bytes = counted.num_bytes
-        for slot, _ in filled:
+        for slot in filled:
             slot.counted = counted
 
     # R and B ----------------------------------------------------------------------------------------------------
-
-    @property
-    def needs_recompute(self) -> bool:
-        """Whether R has to fill a slot, or to prove one."""
-        return self.end > 0
 
     def last_signatures(self) -> Sequence[Signature]:
         """The signatures of the tensors saved by the last layer whose slots R fills."""
@@ -253,7 +242,7 @@ class LateBoundSet:
         return self.signatures[start : self.end]
 
     def drop(self) -> None:
-        """Drop everything that is held, because the step has failed."""
+        """The step has failed: hold nothing any more."""
         self.slots.clear()
         self._aliases.clear()
         if self.proof is not None:
@@ -266,43 +255,33 @@ class LateBoundSet:
             self.outputs.drop()
 
     def assert_closed(self) -> None:
-        """Assert that B has freed the set; the rest belongs to the graph, which is freed next."""
         assert not self.slots, f"{len(self.slots)} slots are still held after their B"
         assert not self._aliases, f"{len(self._aliases)} aliases are still held after their B"
-        kept = 0 if self.outputs is None else self.outputs.num_bytes
-        assert not kept, f"{kept} bytes of outputs are still kept after their B"
+        assert self.outputs is None or not self.outputs_bytes, (
+            f"{self.outputs_bytes} bytes of outputs are still kept after their B"
+        )
 
     # What fills the slots ---------------------------------------------------------------------------------------
 
     def saved_by(self, layer: int) -> list[Tensor]:
         """What F has filled the slots of a layer with, in order."""
-        slots = self.slots[self.starts[layer] : self._end_of(layer)]
-        return [slot.tensor for slot in slots if slot.tensor is not None]
+        end = self.starts[layer + 1] if layer + 1 < len(self.starts) else len(self.slots)
+        return [slot.tensor for slot in self.slots[self.starts[layer] : end] if slot.tensor is not None]
 
     def storages(self) -> set[int]:
         """The storages of the tensors with which F has filled the slots."""
         return {slot.storage() for slot in self.slots} - {0}
 
-    def tensors(self) -> list[Tensor]:
-        """The tensors with which F has filled the slots, and the outputs that it keeps."""
-        kept = [] if self.outputs is None else self.outputs.tensors()
-        return kept + [slot.tensor for slot in self.slots if slot.tensor is not None]
-
     @property
     def outputs_bytes(self) -> int:
         """Bytes of outputs that are kept for R, whether or not they are saved as well."""
-        return 0 if self.outputs is None else self.outputs.num_bytes
+        return 0 if self.outputs is None else sum(self.outputs.sizes().values())
 
     @property
     def saved_outputs_bytes(self) -> int:
         """Bytes of the kept outputs that are in filled slots as well."""
-        if self.outputs is None:
-            return 0
-        return self.outputs.bytes_in({slot.storage() for slot in self.slots})
-
-    def _end_of(self, layer: int) -> int:
-        """The number after that of the layer's last slot."""
-        return self.starts[layer + 1] if layer + 1 < len(self.starts) else len(self.signatures)
+        sizes = {} if self.outputs is None else self.outputs.sizes()
+        return sum(sizes.get(key, 0) for key in {slot.storage() for slot in self.slots} & sizes.keys())
 
     def layer_of(self, slot: int) -> int:
         return bisect_right(self.starts, slot) - 1
@@ -318,7 +297,6 @@ def both(first: AbstractContextManager[object], second: AbstractContextManager[o
 
 
 def _version_alias(tensor: Tensor) -> Tensor:
-    """A tensor that shares the version counter of `tensor` and none of its memory."""
     alias = tensor.detach()
     alias.data = alias.new_empty(0)
     return alias

@@ -6,9 +6,10 @@ Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2: only the optimiz
     I  backward        [2] `backward_input` runs; what `backward_weight` needs moves into the `Deferral`, and the node is freed
     W  Deferral.run    [3] `backward_weight` runs; the gradients of a weight are summed, then added to `.grad` once, as in B
 
-A weight may wait if split functions alone read it: another reader's gradient would have to be summed with theirs first. The graph of
-the first F that gives it to a split function shows who reads it. A later F may bring another reader. Then I adds that reader's
-gradient, and W the rest: their sum is complete, but may differ in the last bit. If a weight may not wait, both halves run in I.
+The gradient of a weight may wait for W if only split functions (`SplitFunction`) read the weight: another reader's gradient would have to be
+summed with theirs first. The graph of the first F that gives the weight to a split function shows who reads it. A later F may bring another
+reader. Then I adds that reader's gradient, and W the rest: their sum is complete, but may differ in the last bit. If a weight may not wait, both
+halves run in I.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _backward(function: type[SplitFunction], ctx: Any, *gradients: Tensor | None
     if deferral is None and function._whole is not None:
         return function._whole(ctx, *gradients)
     given = _as_tuple(function.backward_input(ctx, *gradients))
-    needed = zip(ctx.needs_input_grad, given)  # arguments with a default may have no place in the first
+    needed = zip(ctx.needs_input_grad, given)  # the first may lack arguments that were left at their defaults
     places = [place for place, (needs, gradient) in enumerate(needed) if needs and gradient is None]
     if not places or (deferral is not None and deferral.takes(function, ctx, gradients, places)):
         return given
@@ -96,10 +97,10 @@ class LayerCall:
     is_forward: bool
 
     def deferral_of_i(self) -> Deferral | None:
-        """For a backward that runs in I; None: F has not ended.
+        """The deferral, if this backward runs in I; None: F has not ended.
 
-        A layer that takes a gradient through a node of its own while F runs starts again, without split functions: in the graph of that
-        gradient torch's own nodes sum in another order than ours.
+        If a layer takes a gradient through a node of its own while F runs, `start_again` raises out of it, and it is refused: in the graph
+        of that gradient, split functions would sum in another order than torch's nodes.
         """
         start_again, running = self.deferral.start_again, layer_in_force()
         if start_again is not None and running is not None and running.layer == self.layer:
@@ -147,17 +148,17 @@ class Deferral:
     def takes(
         self, function: type[SplitFunction], ctx: Any, gradients: tuple[Tensor | None, ...], places: Sequence[int]
     ) -> bool:
-        """Whether `backward_weight` of this node waits for W, with a copy of its ctx: the node itself holds the graph before it.
-        `places` are those of the weights among its arguments.
+        """Leave `backward_weight` of this node to W, if it may wait; returns whether. W gets a copy of the ctx, because the node itself would
+        keep the graph before it alive. `places` are those of the weights among its arguments.
 
-        The copy gets the very `gradients` of the node: autograd takes a gradient as `.grad`, to add to it in place, if nobody else holds
-        that tensor, and a view of it would not count as holding.
+        The copy holds the `gradients` of the node themselves, not views: if nobody else holds a gradient, autograd takes it as `.grad` and
+        may add to it in place.
         """
         layer = getattr(ctx, _CALL).layer
         weights = self.weights.that_may_wait(ctx, layer, places)
         if not weights:
             return False
-        # Detached, for what is the output of another node holds that node.
+        # Detached, because a tensor that another node made keeps that node alive.
         saved = tuple(tensor if tensor is None else tensor.detach() for tensor in ctx.saved_tensors)
         copy = SimpleNamespace(**vars(ctx), saved_tensors=saved, needs_input_grad=ctx.needs_input_grad)
         delattr(copy, _CALL)
@@ -168,11 +169,8 @@ class Deferral:
         return True
 
     def run(self) -> None:
-        """W: add to `.grad` of the weights, in the order of I. Autograd sums what the nodes of a microbatch give a leaf, and adds that.
-
-        Raises:
-            SavedTensorChanged: what waited was changed in place.
-        """
+        """W: add to `.grad` of the weights, in the order of I. As in autograd, the gradients of a weight in the microbatch are summed first.
+        Raises SavedTensorChanged: what waited was changed in place."""
         left = Counter(id(weight) for late in self._late for weight in late.weights.values())
         sums: dict[int, Tensor] = {}
         with torch.no_grad():
@@ -199,7 +197,7 @@ class Deferral:
 
 
 def accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Add to `.grad`, as autograd does where it makes no graph of it: the first gradient becomes it, with the strides of the
+    """Add to `.grad`, as autograd does without `create_graph`: the first gradient becomes `.grad`, with the strides of the
     parameter, and in the dtype that the parameter wants its gradient in."""
     dtype = parameter.grad_dtype or gradient.dtype
     if parameter.grad is not None:
@@ -214,7 +212,7 @@ def accumulate(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def why_whole(weight: Tensor) -> str | None:
-    """Why the gradient of `weight` may not wait for W; None: nothing that can be seen of it forbids it."""
+    """Why the gradient of `weight` may not wait for W; None: the weight itself gives no reason."""
     if type(weight) is not nn.Parameter:
         return "its weight is made from a parameter in its forward, or is one of a kind of its own"
     if weight._backward_hooks or weight._post_accumulate_grad_hooks:
@@ -228,9 +226,7 @@ class DeferredWeights:
     def __init__(
         self, layers: Sequence[nn.Module], name_of: Callable[[int], str], meter: ActivationMeter, casts: WeightCasts
     ) -> None:
-        self.name_of = name_of
-        self.meter = meter
-        self.cast = casts.cast
+        self.name_of, self.meter, self.cast = name_of, meter, casts.cast
         self.whole = frozenset(number for number, layer in enumerate(layers) if is_sharded(layer))
         self._layers = layers
         # Weight -> what reads it besides split functions, or looks at its gradient; "": nothing.
@@ -245,7 +241,7 @@ class DeferredWeights:
                 self.tell(number, "it is compiled, at least in part")
 
     def begin(self, start_again: Callable[[], NoReturn]) -> Deferral:
-        """For one microbatch, from its F to its W. `start_again` gets out of the layer that F is in, and runs it without hooks."""
+        """The deferral of one microbatch, from its F to its W. `start_again` raises out of the layer that F is in: it cannot run with hooks."""
         if not self._in_flight:
             self._look_for_hooks()
         deferral = Deferral(self, start_again)
@@ -253,8 +249,8 @@ class DeferredWeights:
         return deferral
 
     def _look_for_hooks(self) -> None:
-        """Hooks on the nodes that accumulate would run in I, too, where there is nothing to accumulate. Python sees them as long as no
-        graph holds the node."""
+        """Find hooks on the nodes that accumulate gradients: they would run in I, too, where there is nothing to accumulate. Python sees
+        them only while no graph holds the node."""
         for number, layer in enumerate(self._layers):
             for parameter in layer.parameters():
                 learns = parameter.requires_grad and why_whole(parameter) is None
@@ -263,7 +259,7 @@ class DeferredWeights:
                     self.tell(number, f"{why} would run in I")
 
     def meet(self, args: Sequence[Any]) -> None:
-        """A split function has got these in F."""
+        """Note whether a split function got, in F, a parameter among `args` whose readers are not known yet."""
         self._meets_new |= any(isinstance(one, nn.Parameter) and one not in self._other_reader for one in args)
 
     def end_forward(self, deferral: Deferral, roots: Iterable[GradientEdge | None]) -> None:
@@ -280,7 +276,7 @@ class DeferredWeights:
                     self.tell(layer, f"its weight is read by {name}, too")
 
     def that_may_wait(self, ctx: Any, layer: int, places: Sequence[int]) -> dict[int, Tensor]:
-        """The weights in these places of a node's arguments; none where one of them may not wait."""
+        """The weights in these places of a node's arguments; empty if one of them may not wait."""
         # Nodes before this one, in the order of the arguments that need a gradient.
         before = iter(node for node, _ in ctx.next_functions if node is not None)
         leaves = {place: _leaf(next(before)) for place, needs in enumerate(ctx.needs_input_grad) if needs}
@@ -300,7 +296,7 @@ class DeferredWeights:
 
 
 def _leaf(node: Node) -> Tensor | None:
-    """That the node accumulates the gradient of; None: it is none of these nodes."""
+    """The leaf whose gradient the node accumulates; None if it is no AccumulateGrad node."""
     return leaf_of(node) if type(node).__name__ == "AccumulateGrad" else None
 
 

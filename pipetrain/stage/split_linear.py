@@ -1,4 +1,4 @@
-"""Linear layers whose backward comes in two halves, in the place of torch's while a layer runs.
+"""Linear functions whose backward comes in two halves: they replace torch's while a layer runs.
 
 `nn.Linear`, `nn.MultiheadAttention` and models of Hugging Face look up `torch.nn.functional.linear` or `torch.addmm` at each call.
 While a layer runs, functions of ours replace these two. (A `TorchFunctionMode` would see `x @ weight`, too; it would cost
@@ -27,8 +27,8 @@ class SplitLinear(SplitFunction):
     """`x [..., K]` times a matrix, plus a bias `[N]` or None; the matrix is `weight [N, K]` transposed, or `weight [K, N]`.
 
     Torch's operations in torch's order, so that values and gradients have the same bits. Under autocast, `cast` is the cast
-    of `weight`: `x` has its dtype and is multiplied by it. The gradients of `weight` then keep that dtype until those of a
-    microbatch are summed, as with a cast that autocast keeps.
+    of `weight`: `x` has its dtype and is multiplied by it. The gradients of `weight` then have that dtype until those of a
+    microbatch are summed, as if autocast had made the cast.
     """
 
     @staticmethod
@@ -39,15 +39,15 @@ class SplitLinear(SplitFunction):
         ctx.save_for_backward(x, factor)
         ctx.is_transposed = is_transposed
         ctx.bias_waits = bias is not None and bias.requires_grad and why_whole(bias) is None
-        # What torch does in one operation and what in two differs in the last bit.
+        # As torch does: one fused operation for some inputs, two for others; the results differ in the last bit.
         ctx.is_fused = bias is not None and (x.dim() == 2 or x.is_contiguous())
         matrix = factor.t() if is_transposed else factor
         if bias is not None and ctx.is_fused:
             product = _addmm(bias.to(x.dtype), _rows(x), matrix)
         else:
             product = torch.mm(_rows(x), matrix)
-        # The output may be changed in place, which autograd allows of no view that a function returns. So the product's memory gets
-        # another shape; `out=` into a tensor of that shape would write, and what writes is not kept for R.
+        # A layer may change the output in place, which autograd allows of no view that a function returns. So the output is the product's
+        # memory in another shape. Not `out=` into a tensor of that shape: an operation that writes is not kept for R.
         output = view_into(product.untyped_storage(), product.view(*x.shape[:-1], matrix.shape[1]))
         if bias is not None and not ctx.is_fused:
             output.add_(bias.to(x.dtype))
@@ -60,7 +60,7 @@ class SplitLinear(SplitFunction):
         if ctx.needs_input_grad[0]:
             matrix = factor.t() if ctx.is_transposed else factor
             rows = _rows(gradient)
-            # As torch's derivative of `mm` has it: with the strides of what it belongs to.
+            # As in torch's derivative of `mm`, the gradient has the strides of the tensor that it belongs to.
             of_x = matrix.mm(rows.t()).t() if _is_column_major(_rows(x)) else rows.mm(matrix.t())
             of_x = of_x if x.dim() == 2 else of_x.reshape(x.shape)
         if ctx.needs_input_grad[2] and not ctx.bias_waits:
@@ -77,7 +77,7 @@ class SplitLinear(SplitFunction):
 
 
 def _gradient_of_bias(ctx: Any, gradient: Tensor) -> Tensor:
-    """As autograd sums what it gets for a tensor that was broadcast."""
+    """Summed as autograd sums the gradient of a tensor that was broadcast."""
     return (_rows(gradient) if ctx.is_fused else gradient).sum_to_size(gradient.shape[-1])
 
 
@@ -106,7 +106,7 @@ def _split_addmm(*args: Any, **named: Any) -> Tensor:
 
 
 def _split_product(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor | None:
-    """None: the caller runs torch's function; if the weight is trained, a warning says why."""
+    """The product by a split function. None: the caller runs torch's function; if the weight is trained, a warning says why."""
     call = layer_in_force()
     if call is None or not weight.requires_grad or not torch.is_grad_enabled():
         return None
@@ -117,7 +117,7 @@ def _split_product(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_transpo
     cast = None
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        # R finds the cast of F. Where it is gone, the weight has changed, which R says when it ends.
+        # R uses the cast of F. If that is gone, the weight was changed, and the end of R raises an error.
         cast = call.deferral.weights.cast(weight, make=call.is_forward).detach().to(dtype)
         x = x.to(dtype)
     output: Tensor = SplitLinear.apply(x, weight, bias, is_transposed, cast)
@@ -142,7 +142,7 @@ def _why_not(call: LayerCall, x: Tensor, weight: Tensor, bias: Tensor | None, *,
 
 
 def hooks_in_force() -> Any:
-    """What is called for each tensor that is saved now; None: nothing. It has no public name: the one in front alone is asked."""
+    """The innermost hook that is called for each tensor that is saved now, or None. torch has no public function for it."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
 
@@ -153,7 +153,7 @@ _num_inside = 0
 
 @contextmanager
 def linears_split(call: LayerCall | None) -> Iterator[None]:
-    """What this thread runs within notices that linear layers are split; functions of torch's are replaced for all threads."""
+    """In the block, torch's functions are replaced for all threads, but only calls of this thread are split."""
     global _num_inside
     token = IN_FORCE.set(call)
     with _lock:
@@ -170,12 +170,12 @@ def linears_split(call: LayerCall | None) -> Iterator[None]:
 
 
 def split_layer(deferral: Deferral, number: int, layer: _Layer, *, is_forward: bool) -> _Layer:
-    """The layer of this number in its stage, or a copy of it, as F or R calls it with split functions."""
+    """`layer`, or a copy of it, with split functions, as F or R calls it; `number` is its index in the stage."""
     if number in deferral.weights.whole:
         return layer
 
     def run(value: Any) -> Any:
-        # Without hooks the layer is one that takes gradients inside of its forward.
+        # No hooks: the layer takes gradients inside of its forward, so it is not split.
         if (hooks := hooks_in_force()) is None:
             return layer(value)
         with linears_split(LayerCall(deferral, number, hooks, is_forward)):

@@ -12,35 +12,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils import _pytree as pytree
+from torch.autograd.graph import GradientEdge
 
 from pipetrain.stage.added_losses import AddedLosses
 from pipetrain.stage.casts import WeightCasts
-from pipetrain.stage.entry import Entry
+from pipetrain.stage.entry import Entry, Passed
 from pipetrain.stage.errors import (
+    LOSS_WITHOUT_GRADIENT,
     SavedTensorChanged,
     Signature,
     changed_node,
-    loss_without_gradient,
     refuse_gradient_inside,
     saved_changed,
 )
 from pipetrain.stage.inspection import FirstLook
-from pipetrain.stage.kept import KeptLayers
-from pipetrain.stage.layer_state import LayerState
+from pipetrain.stage.layer_state import NOTHING_BEFORE, Before, LayerState
 from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
 from pipetrain.stage.local import without_local
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.microbatch import Held, MicrobatchKind, StageInput, StageOutput
-from pipetrain.stage.proof import Proof, Stop
+from pipetrain.stage.microbatch import Held, MicrobatchKind, StageInput, StageOutput, detached
+from pipetrain.stage.proof import Proof, Stop, Witness
 from pipetrain.stage.recompute import Recompute, SetComplete
 from pipetrain.stage.selective import Selection, Wanted
 from pipetrain.stage.slots import LateBoundSet
 from pipetrain.stage.split_backward import Deferral, DeferredWeights
 from pipetrain.stage.split_linear import split_layer
 from pipetrain.stage.tensor_copies import storage_key
-from pipetrain.stage.witness import Witness
 
 LossFn = Callable[[Any, Any], Tensor]
 _VERSION = attrgetter("_version")
@@ -69,35 +66,31 @@ class Stage:
         part: int | None = None,
         beside: Sequence[nn.Module] = (),
     ) -> None:
-        self.index = index
-        self.layers = list(layers)
-        self.first_layer = first_layer
-        self.loss_fn = loss_fn
+        self.index, self.layers, self.first_layer, self.loss_fn = index, list(layers), first_layer, loss_fn
         self.set_bytes: dict[int, int] = {}  # microbatch -> bytes of its set, as last seen
         self.stash_bytes: dict[int, int] = {}  # microbatch -> bytes of its stashed input, as last seen
         self.kept_bytes: dict[int, int] = {}  # microbatch -> bytes of outputs that are kept for its R, as last seen
-        self.device = device
-        self.meter = meter
+        self.device, self.meter = device, meter
         self.indices = range(first_layer, first_layer + len(self.layers) + (loss_fn is not None))
         own = {number - first_layer for number in keep_layers} & set(range(len(self.layers)))
-        self.kept = KeptLayers(own, self.name_of)
-        self.holds_outside: set[int] = set()  # layers of which the user was told that they do
+        self.kept = own  # layers that no R runs, by index: their saved tensors stay from F to B
+        self.free: set[int] = set()  # of these, those that run without hooks, since they take gradients inside
+        self.warned: set[tuple[str, int]] = set()  # what was warned of, and of which layer
         self.state = LayerState(self.layers, loss_fn, self.name_of, device)
-        self.casts = WeightCasts(self.layers, device, meter)
+        self.casts, self._had_casts = WeightCasts(self.layers, device, meter), False  # in this step
         self._title = f"stage {index}" if part is None else f"part {part} of stage {index}"
-        self._cut_before = (self._title, "stage", "choose a balance that puts both on one stage")
-        if part is not None:
-            self._cut_before = (self._title, "part", "use fewer recompute.segments")
+        fewer_cuts = "choose a balance that puts both on one stage" if part is None else "use fewer recompute.segments"
+        self._cut_before = self._title, "stage" if part is None else "part", fewer_cuts
         self._held: dict[int, Held] = {}
         self._deferred: dict[int, Deferral] = {}  # from I to W
         self._anchor = torch.empty(0, device=device, requires_grad=True)
-        self._entry = Entry(
-            self._anchor, self._title, self.name_of, len(self.indices) - 1, has_loss=loss_fn is not None
-        )
-        self._stop = Stop.AT_LAYER  # where R may end; before a proof
-        self._proved: Sequence[Signature] = ()  # with these in the last layer of which R fills slots
+        self._entry = Entry(self._anchor, self._title, self.name_of, len(self.indices) - 1, loss_fn is not None)
+        # Layers of which it is not shown that the graph of their R holds no memory of its own.
+        self.may_hold_outside = set(range(len(self.indices)))
+        self._stop = Stop.AT_LAYER  # where R may end; this until a proof says more
+        self._proved: Sequence[Signature] = ()  # what the last layer that R fills saved, in the proof
         self._kinds: dict[Hashable, MicrobatchKind] = {}
-        self._versions: list[int] = []  # of the parameters, in this step
+        self._versions: list[int] | None = None  # of the parameters, in this step; None: it has not begun
         self._selection = Selection(selective, self.layers, first_layer) if selective else None
         self._leaves = LeafWatch(
             self.layers, loss_fn, first_layer=first_layer, anchor=self._anchor, name_of=name_of, beside=beside
@@ -107,17 +100,13 @@ class Stage:
     def weights(self) -> DeferredWeights:
         return DeferredWeights(self.layers, self.name_of, self.meter, self.casts)
 
-    def layers_by_number(self) -> dict[int, nn.Module]:
-        """The layers by their global index."""
-        return {self.first_layer + number: layer for number, layer in enumerate(self.layers)}
-
     @property
     def end(self) -> str:
         """The name, for errors, of the layer (or loss) whose output is the stage's output."""
         return f"{self.name_of(len(self.layers) - 1)}, the last of {self._title},"
 
     def name_of(self, number: int) -> str:
-        """A layer by its index in the stage, or the loss, in an error."""
+        """The name, for errors, of the layer with this index in the stage, or of the loss."""
         if number >= len(self.layers):
             return "loss_fn"
         return f"layer {self.first_layer + number} ({type(self.layers[number]).__name__})"
@@ -137,46 +126,39 @@ class Stage:
     ) -> StageOutput:
         """F with a graph. With a loss, the output is the weighted loss.
 
-        With `prove`, the set is kept although R will run, and R is compared with it, so that layers that R cannot repeat are
-        found. `has_backward`: whether B will be called; B does nothing if the output needs no gradient.
-        `split`: as I and W. `witness`: checksums of what F and R save are compared.
+        `prove`: the set is kept although R will run, and R is compared with it. `has_backward`: B will be called; it does nothing if
+        the output needs no gradient. `split`: the backward will run as I and W. `witness`: checksums of what F and R save are compared.
 
-        Raises:
-            SavedTensorChanged, LayerRefused, ValueError (a loss that is no scalar or needs no gradient, a leaf of another stage), or
-            what a layer raises.
+        Raises: SavedTensorChanged, LayerRefused, StateChanged, ValueError (a loss without gradient or no scalar, a leaf of another stage).
         """
         assert microbatch not in self._held, f"stage {self.index} runs F{microbatch} twice"
         bytes_before = self.meter.current_bytes
-        if not self.state.is_looked_at:
+        if self._versions is None:
             self.state.look()
-        if not self._versions:
             self._versions = list(map(_VERSION, self.state.parameters))
-        has_casts = self.casts.is_active()
+        has_casts = torch.is_autocast_enabled(self.device.type)
+        self._had_casts |= has_casts
         kind = self._kind_of(given, split=split, has_casts=has_casts)
         is_new = prove or not kind.has_run
-        held = Held(
-            None if keep else given,
-            len(given.leaves),
-            bool(given.wants_gradient),
-            kind,
-            given.seeds_of(self.indices),
-            has_casts=has_casts,
-        )
-        is_plain = keep and not prove and kind.is_plain
-        if not is_plain:
-            self._open_set(held, prove=prove, is_new=is_new, split=split, witness=witness)
+        seeds = given.seeds_of(self.indices)
+        held = Held(None if keep else given, len(given.leaves), kind, seeds, has_casts=has_casts)
+        before, look = NOTHING_BEFORE, None
+        if not (keep and not prove and kind.is_plain):
+            before, look = self._open_set(held, given, prove=prove, is_new=is_new, split=split, witness=witness)
         with self._leaves.over(given.on_layer) if is_new else nullcontext(given.on_layer) as on_layer:
-            outputs = self._run_forward(held, given, on_layer, prove=prove, is_new=is_new)
-        output = self._detached(held, outputs)
+            outputs = self._run_forward(held, given, before, look, on_layer)
+        output = detached(outputs, held.roots)
         needed = any(output.wants_gradient)
-        if self.loss_fn is not None and has_backward and not needed:
-            raise loss_without_gradient()
+        if self.loss_fn is not None:
+            if has_backward and not needed:
+                raise ValueError(LOSS_WITHOUT_GRADIENT)
+            held.loss = output.leaves[0].shape, output.leaves[0].dtype
         if held.deferral is not None:
             self.weights.end_forward(held.deferral, held.roots)
         if held.late is not None:
             self._end_forward(held.late, held, (*given.leaves, *output.leaves), needed=needed)
         else:
-            outer = (*given.leaves, *output.leaves)  # in the meter they count as others of their kind did
+            outer = (*given.leaves, *output.leaves)  # they count in the meter as in earlier microbatches of this kind
             held.counted = [(outer[number], self.meter.hold(outer[number])) for number in kind.others]
             held.size = kind.kept_size.counted(self.meter, ())
         kind.has_run = True
@@ -185,14 +167,18 @@ class Stage:
         return output
 
     def _kind_of(self, given: StageInput, *, split: bool, has_casts: bool) -> MicrobatchKind:
-        shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in given.leaves]
-        key = (self.state.sight, split, given.wants_gradient, given.is_shared, has_casts, *shapes)
-        kind = self._kinds.get(key)
+        key: list[Any] = [self.state.sight, split, given.wants_gradient, given.is_shared, has_casts]
+        for leaf in given.leaves:
+            key += (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf),)
+        kind = self._kinds.get(tuple(key))
         if kind is None:
-            kind = self._kinds[key] = MicrobatchKind()
+            kind = self._kinds[tuple(key)] = MicrobatchKind()
         return kind
 
-    def _open_set(self, held: Held, *, prove: bool, is_new: bool, split: bool, witness: bool) -> None:
+    def _open_set(
+        self, held: Held, given: StageInput, *, prove: bool, is_new: bool, split: bool, witness: bool
+    ) -> tuple[Before, FirstLook | None]:
+        """The set of an F that runs under hooks, the state before that F, and what looks at its layers if they are new."""
         keep = held.given is None
         held.late = late = LateBoundSet(
             self.name_of,
@@ -205,44 +191,75 @@ class Stage:
             witness=Witness(self.state.watched) if witness and not (prove or keep) and self._may_witness() else None,
             split=split,
         )
-        if self.kept.layers:
-            late.keep_whole(self.kept.free if keep else self.kept.layers, self.kept.free)
+        if self.kept:
+            late.keep_whole(self.free if keep else self.kept, self.free)
         held.deferral = self.weights.begin(late.refuse_hooks) if split else None
+        if prove:
+            self.state.relearn()
+        before = self.state.before_forward(recomputed=not keep)
+        if not (is_new or before.learning):
+            return before, None
+        return before, FirstLook(self, given, held.seeds, late, held.deferral, compares=prove and not keep)
 
     def _may_witness(self) -> bool:
         """Whether F and R may take checksums: not on a GPU (bits may differ, a checksum waits), nor if a layer changes what an earlier one saved."""
         return self.device.type == "cpu" and self._stop is not Stop.AT_END
 
     def _run_forward(
-        self, held: Held, given: StageInput, on_layer: Callable[[int, Any], None] | None, *, prove: bool, is_new: bool
+        self,
+        held: Held,
+        given: StageInput,
+        before: Before,
+        look: FirstLook | None,
+        on_layer: Callable[[int, Any], None] | None,
     ) -> Any:
-        """All layers, and the loss."""
-        late, recomputed = held.late, held.given is not None
-        before, look = None, None
-        if late is not None:
-            if prove:
-                self.state.relearn()
-            before = self.state.before_forward(recomputed=recomputed)
-            if is_new or before.learning:
-                look = FirstLook(self, given, held.seeds, late, held.deferral, compares=prove and recomputed)
-        clone = recomputed and before is not None and before.learning
+        """Run all layers and, on the last stage, the loss."""
+        late, recomputed, number = held.late, held.given is not None, 0
+        clone = recomputed and before.learning
         value, entered = self._entry.enter(given, held.sink, recomputed=recomputed, clone=clone)
-        with AddedLosses() as added:
-            value = added.take(value)
-            for number, call in enumerate(self._calls(held, given, added, is_forward=True)):
-                added.of_layer = []
-                value = self._forward_layer(held, look, number, call, value)
-                added.losses += added.of_layer
-                if on_layer is not None:
-                    is_loss = number == len(self.layers)
-                    on_layer(self.first_layer + number, value if is_loss else added.beside(value))
-            if self.loss_fn is None:
+        with AddedLosses(value) as added:
+            value = added.value
+            try:
+                for number, call in enumerate(self._calls(held, given, added, is_forward=True)):
+                    if look is not None:
+                        look.before(number, value)
+                    self.state.seeders[number](held.seeds[number])
+                    added.of_layer = []
+                    if late is None:
+                        value = call(value)
+                        node = value.grad_fn if isinstance(value, Tensor) else None
+                        last = held.ends[-1] if held.ends else -1
+                        held.ends.append(last if node is None else node._sequence_nr())
+                    else:
+                        with late.start_layer(value):
+                            value = call(value)
+                        if look is not None or late.whole or late.wanted is not None or late.hooks_refused:
+                            self._after_layer(held, late, look, number, value)
+                    added.losses += added.of_layer
+                    if on_layer is not None:
+                        is_loss = number == len(self.layers)
+                        on_layer(self.first_layer + number, value if is_loss else added.beside(value))
+            except BaseException as error:
+                if late is not None:
+                    cut_before = self._cut_before if given.wants_gradient else None
+                    refuse_gradient_inside(late, self.name_of, number, error, cut_before)
+                raise
+            if self.loss_fn is None and added.losses:
                 value = added.beside(value)
         self._entry.check(entered)
-        if before is not None:
-            self.kept.check(held.passed, look=look is not None)
+        if before is not NOTHING_BEFORE:
             held.seen = self.state.after_forward(before, recomputed=recomputed)
-        return without_local(value)
+        return value if isinstance(value, Tensor) else without_local(value)
+
+    def _after_layer(self, held: Held, late: LateBoundSet, look: FirstLook | None, number: int, output: Any) -> None:
+        """A layer has run under hooks."""
+        if late.wanted is not None or late.hooks_refused:
+            refuse_gradient_inside(late, self.name_of, number)
+        if look is not None:
+            look.after(number)
+        # A gradient may flow between kept layers, so each gets the very output of the one before; R gets only the last one's.
+        if held.given is not None and number in late.whole and number + 1 not in late.whole:
+            held.passed[number] = Passed.of(output)
 
     def _calls(self, held: Held, given: StageInput, added: AddedLosses, *, is_forward: bool) -> Sequence[_Layer]:
         """The layers, and the loss, as F or R calls them."""
@@ -255,33 +272,6 @@ class Stage:
             calls = [self.casts.once(number, call, make=is_forward) for number, call in enumerate(calls)]
         return calls
 
-    def _forward_layer(self, held: Held, look: FirstLook | None, number: int, call: _Layer, value: Any) -> Any:
-        late = held.late
-        if look is not None:
-            look.before(number, value)
-        self.state.seeders[number](held.seeds[number])
-        if late is None:
-            output = call(value)
-            node = output.grad_fn if isinstance(output, Tensor) else None
-            held.ends.append(node._sequence_nr() if node is not None else held.ends[-1] if held.ends else -1)
-            return output
-        try:
-            with late.start_layer(value):
-                output = call(value)
-        except BaseException as error:
-            refuse_gradient_inside(
-                late, self.name_of, number, error, self._cut_before if held.has_input_gradient else None
-            )
-            raise
-        if late.wanted is not None or late.hooks_refused:
-            refuse_gradient_inside(late, self.name_of, number)
-        if look is not None:
-            look.after(number)
-        # A gradient may go from a kept layer into the one before it, which must then get what that has given.
-        if late.whole and held.given is not None and number in late.whole and number + 1 not in late.whole:
-            output = self.kept.pass_on(held.passed, number, output, look=look is not None)
-        return output
-
     def weighted_loss(self, loss_fn: LossFn, output: Any, given: StageInput, added: AddedLosses) -> Tensor:
         """The loss of the microbatch with added losses, times its weight. It runs after the last layer of the last stage."""
         loss = loss_fn(output, given.target)
@@ -291,33 +281,19 @@ class Stage:
                 f"loss_fn returned {found}: it must return a 0-dim tensor: a mean over the rows of the "
                 'microbatch, or their sum with Pipeline(..., loss_reduction="sum")'
             )
-        return added.added_to(loss) * given.weight
-
-    def _detached(self, held: Held, outputs: Any) -> StageOutput:
-        """The output without its graph. The stage holds gradient edges, not the output, so an output's memory is free once it is sent."""
-        leaves, spec = pytree.tree_flatten(outputs)
-        results, wants, detached = list[Any](), list[bool](), dict[int, Tensor]()
-        for leaf in leaves:
-            is_tensor = isinstance(leaf, Tensor)
-            if is_tensor and id(leaf) not in detached:
-                detached[id(leaf)] = leaf.detach()
-            results.append(detached[id(leaf)] if is_tensor else leaf)
-            wants.append(is_tensor and leaf.requires_grad)
-            held.roots.append(get_gradient_edge(leaf) if wants[-1] else None)
-        if self.loss_fn is not None:
-            held.loss = leaves[0].shape, leaves[0].dtype
-        return StageOutput(tuple(results), spec, tuple(wants))
+        return (added.added_to(loss) if added.losses or added.of_layer else loss) * given.weight
 
     def _end_forward(self, late: LateBoundSet, held: Held, leaves: Sequence[Any], *, needed: bool) -> None:
-        """All layers have run under hooks; `leaves` are those of the input and of the output."""
-        # A later F may go on changing what a filled set has of these.
-        changing = self.state.live_storages() if late.is_filled or self.kept.layers else frozenset()
+        """Close the set after all layers have run under hooks. `leaves` are those of the input and of the output."""
+        # Storages that a later F may change: a filled set gets copies of what it has of them.
+        changing = self.state.live_storages() if late.is_filled or self.kept else frozenset()
         if held.given is None and needed:
             storages, kind = late.storages(), held.kind
-            others = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and storage_key(leaf) in storages]
-            held.counted = [(leaves[number], self.meter.hold(leaves[number])) for number in others]
+            kind.others = tuple(
+                n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and storage_key(leaf) in storages
+            )
+            held.counted = [(leaves[number], self.meter.hold(leaves[number])) for number in kind.others]
             late.end_forward(changing, needed=needed, size=kind.kept_size)
-            kind.others = tuple(others)
             is_known = kind.kept_size.is_known and held.deferral is None
             kind.is_plain = is_known and not late.reads_from and not storages & changing
         else:
@@ -347,35 +323,38 @@ class Stage:
     # R ------------------------------------------------------------------------------------------------------------
 
     def holds(self, microbatch: int) -> bool:
-        """Whether R or B has work to do."""
+        """Whether the stage holds something of the microbatch, so that R or B has work."""
         return microbatch in self._held
 
     def recompute(self, microbatch: int, part: int | None = None) -> None:
-        """R: the stage's forward again, until the last slot is full. Its graph is thrown away.
-
-        Raises:
-            RecomputeMismatch: R did not do what F did.
-            SavedTensorChanged: a parameter or the stashed input changed since F.
-        """
+        """R: the stage's forward again, until the last slot is full. Nobody runs its graph. Raises RecomputeMismatch: R did not do what F did;
+        SavedTensorChanged: a parameter or the stashed input changed since F."""
         assert part is None, f"stage {self.index} has no parts"
         held = self._held[microbatch]
         late = held.late
         assert held.given is not None, f"stage {self.index} recomputes {microbatch}, whose set it keeps"
         assert late is not None
-        self._check_parameters()
-        if not late.needs_recompute:
+        if list(map(_VERSION, self.state.parameters)) != self._versions:
+            pairs = zip(self.state.parameters, self._versions or ())
+            changed = [self.state.name_of_tensor(one) for one, old in pairs if one._version != old]
+            raise SavedTensorChanged(
+                f"{', '.join(changed[:3])} changed between F and R of one microbatch: change parameters after the step only"
+            )
+        if not late.end:  # no slot is to be filled, nor proved
             late.drop()
             return
-        # An operation may fill what it has saved later: R ends within a layer only where that is proved of one that saves the same.
+        # An operation may write to a tensor that it has saved. So R ends within a layer only if a proof allowed that for the same saved tensors.
         is_proved = self._stop is not Stop.AT_SLOT or late.last_signatures() == self._proved
-        again = Recompute(late, self._stop if is_proved else Stop.AT_LAYER)
+        again = Recompute(
+            late, self._stop if is_proved else Stop.AT_LAYER, detaches=not self.may_hold_outside <= self.kept
+        )
         try:
-            with self.state.as_seen(held.seen) if held.seen.buffers.tensors else nullcontext():
+            with held.seen.stand_in() if held.seen.tensors else nullcontext():
                 self._run_again(held, held.given, again)
         finally:
             if held.has_casts:
                 self.casts.end_recompute()
-        again.end(held.seen.storages(), held.kind.size)
+        again.end(held.seen.storages(self.state.normal), held.kind.size)
         if late.proof is None:
             self.set_bytes[microbatch] = late.num_bytes + late.set_bytes_before
         else:
@@ -384,14 +363,14 @@ class Stage:
 
     def _run_again(self, held: Held, given: StageInput, again: Recompute) -> None:
         value, entered = self._entry.enter(given, held.sink, recomputed=True)
-        with AddedLosses() as added:
-            value = added.take(value)
+        with AddedLosses(value) as added:
+            value = added.value
             try:
                 for number, call in enumerate(self._calls(held, given, added, is_forward=False)):
                     hooks = again.start_layer()
                     if hooks is None:
                         if number in held.passed:
-                            value = self.kept.pass_again(held.passed[number], number, self._anchor)
+                            value = held.passed[number].again(self._anchor)
                         continue
                     self.state.seeders[number](held.seeds[number])
                     added.of_layer = []
@@ -405,15 +384,6 @@ class Stage:
                 return
         self._entry.check(entered)
 
-    def _check_parameters(self) -> None:
-        if list(map(_VERSION, self.state.parameters)) == self._versions:
-            return
-        pairs = zip(self.state.parameters, self._versions)
-        changed = [self.state.name_of_tensor(one) for one, old in pairs if one._version != old]
-        raise SavedTensorChanged(
-            f"{', '.join(changed[:3])} changed between F and R of one microbatch: change parameters after the step only"
-        )
-
     # B ------------------------------------------------------------------------------------------------------------
 
     def backward(
@@ -421,7 +391,7 @@ class Stage:
     ) -> list[Tensor | None]:
         """B: adds to `.grad` of the parameters; returns the gradient of each input leaf (None: it has none).
 
-        `gradients` belong to the output leaves in order. With a loss they are ignored and the root is `scale`.
+        `gradients` belong to the output leaves in order. With a loss they are ignored: its gradient is `scale`.
         If F had `split`, this is I: the weight gradients that may wait do so until `backward_weights`.
         """
         assert part is None, f"stage {self.index} has no parts"
@@ -435,45 +405,38 @@ class Stage:
                 seeds.append(seed)
         held.roots.clear()
         self._release(held)
-        if held.late is not None:
+        if held.late is not None and held.late.outputs is not None:
             held.late.start_backward()
         deferral = held.deferral
         if deferral is not None:
             self._deferred[microbatch] = deferral
-        if roots:
-            self._run_backward(held, roots, seeds)
-        if deferral is not None:  # the activation slot must have room for either
+        try:
+            if roots:
+                torch.autograd.backward(roots, seeds)
+        except RuntimeError as error:
+            if held.late is None and (node := changed_node(roots)) is not None:
+                layer = self.name_of(bisect_left(held.ends, node._sequence_nr()))
+                raise saved_changed(layer, torch.Size(), "before B read it", node.name()) from error
+            raise
+        if deferral is not None:  # the activation slot holds the set, then what waits for W
             self.set_bytes[microbatch] = max(self.set_bytes.get(microbatch, 0), deferral.num_bytes)
         held.size = None
         if held.late is not None:
             held.late.assert_closed()
         return list(map(held.sink.pop, range(held.num_inputs), (None,) * held.num_inputs))
 
-    def _run_backward(self, held: Held, roots: list[GradientEdge], seeds: list[Tensor]) -> None:
-        try:
-            torch.autograd.backward(roots, seeds)
-        except RuntimeError as error:
-            node = changed_node(roots) if held.late is None else None
-            if node is None:
-                raise
-            layer = self.name_of(bisect_left(held.ends, node._sequence_nr()))
-            raise saved_changed(layer, torch.Size(), "before B read it", node.name()) from error
-
     def backward_weights(self, microbatch: int) -> None:
         """W: adds the gradients that I has deferred to `.grad` of the weights. Raises SavedTensorChanged: what waited was changed."""
         self._deferred.pop(microbatch).run()
 
     def end_step(self) -> None:
-        """All ops of a step have run: each input and each set that F or R brought has had its B."""
+        """End a step: assert that each microbatch has had its B (and W), so that no input and no set is held."""
         assert not self._held, f"stage {self.index} still holds microbatches {', '.join(map(str, self._held))}"
         waiting = ", ".join(map(str, self._deferred))
         assert not waiting, f"stage {self.index} has had no W of microbatches {waiting}"
-        self._end_step()
-
-    def _end_step(self) -> None:
-        self.casts.end_step()
-        self.state.end_step()
-        self._versions.clear()
+        if self._had_casts:
+            self.casts.end_step()
+        self._versions, self._had_casts = None, False
 
     def _release(self, held: Held) -> None:
         """Stop counting the input, and the tensors that a kept set shares with the input or the output: B frees all of them."""
@@ -482,7 +445,7 @@ class Stage:
         held.counted.clear()
 
     def drop(self) -> None:
-        """Drop everything that is held, because a step has failed."""
+        """A step has failed: hold nothing any more."""
         for held in self._held.values():
             self._release(held)
             held.size = None
@@ -492,4 +455,4 @@ class Stage:
             deferral.drop()
         self._held.clear()
         self._deferred.clear()
-        self._end_step()
+        self.end_step()

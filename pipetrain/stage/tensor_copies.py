@@ -7,7 +7,8 @@ microbatch, a view) keep their values.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -48,30 +49,33 @@ class TensorCopies:
             self.copies = [tensor.clone() if simple else copy_of(tensor) for tensor in self.tensors]
 
     def changed(self) -> list[Tensor]:
-        """Those that have other values now; waits for the device."""
+        """The tensors whose values differ from those of their copies; waits for the device."""
         return [now for now, before in zip(self.tensors, self.copies) if not same_values(now, before)]
 
     def only(self, wanted: Iterable[Tensor]) -> TensorCopies:
         """The copies of `wanted` alone."""
-        keys = set(map(id, wanted))
+        copies = {id(tensor): copy for tensor, copy in zip(self.tensors, self.copies)}
         some = TensorCopies(())
-        pairs = [(tensor, copy) for tensor, copy in zip(self.tensors, self.copies) if id(tensor) in keys]
-        some.tensors, some.copies = [tensor for tensor, _ in pairs], [copy for _, copy in pairs]
+        some.tensors = [tensor for tensor in wanted if id(tensor) in copies]
+        some.copies = [copies[id(tensor)] for tensor in some.tensors]
         return some
 
-    def stand_in(self) -> list[Tensor]:
-        """Put the copies in the tensors' places; returns the tensors' own data, for `withdraw`."""
+    @contextmanager
+    def stand_in(self) -> Iterator[None]:
+        """In the block the copies are in the tensors' places."""
         live = [tensor.data for tensor in self.tensors]
-        for tensor, copy in zip(self.tensors, self.copies):
-            tensor.data = copy
-        return live
-
-    def withdraw(self, live: Sequence[Tensor]) -> None:
-        for tensor, data in zip(self.tensors, live):
-            tensor.data = data
+        try:
+            for tensor, copy in zip(self.tensors, self.copies):
+                tensor.data = copy
+            yield
+        finally:
+            for tensor, data in zip(self.tensors, live):
+                tensor.data = data
 
     def storages(self, without: Container[int] = ()) -> set[int]:
         """The identities of the copies' storages, `without` those of some tensors."""
+        if not self.tensors:  # as in most stages, for each R
+            return set()
         pairs = zip(self.tensors, self.copies)
         return {key for tensor, copy in pairs if id(tensor) not in without and (key := storage_key(copy))}
 
@@ -85,31 +89,24 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def same_values(now: Tensor, before: Tensor) -> bool:
-    """Equal in shape, type and every value; waits for the device. NaN differs from itself: that is a copy too many."""
+    """Equal in shape, type and every value; NaN is equal to itself. Waits for the device."""
     if now.dtype != before.dtype or now.layout != before.layout or now.is_nested != before.is_nested:
         return False
-    if not now.is_nested and now.shape != before.shape:
-        return False
-    left_parts, right_parts = parts_of(now), parts_of(before)
-    parts = zip(left_parts, right_parts)
-    return len(left_parts) == len(right_parts) and all(
-        left.shape == right.shape and torch.equal(left, right) for left, right in parts
+    ours, theirs = parts_of(now), parts_of(before)
+    return len(ours) == len(theirs) and all(
+        one.shape == other.shape
+        and (torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all()))
+        for one, other in zip(ours, theirs)
     )
 
 
 def fingerprint(tensor: Tensor) -> Tensor | None:
-    """A sum over the bits, as a 0-dim integer tensor on the device; None where a tensor has no plain bits."""
-    bits = as_integers(tensor)
-    return None if bits is None else bits.sum(dtype=torch.int64)
-
-
-def as_integers(tensor: Tensor) -> Tensor | None:
-    """The bits of a tensor; None where it has no plain ones."""
+    """A sum over the bits, as a 0-dim integer tensor on the device; it wraps around. None where a tensor has no plain bits."""
     if not is_dense(tensor) or tensor.is_meta or tensor.is_quantized:
         return None
     plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
     integers = _INTEGERS.get(plain.element_size())
-    return None if integers is None else plain.view(integers)
+    return None if integers is None else plain.view(integers).sum(dtype=torch.int64)
 
 
 def copy_of(tensor: Tensor) -> Tensor:
@@ -127,7 +124,7 @@ def copy_of_storage(tensor: Tensor) -> UntypedStorage:
 
 
 def view_into(storage: UntypedStorage, tensor: Tensor) -> Tensor:
-    """A tensor with the place, shape and strides of `tensor` in another storage."""
+    """A tensor in `storage` with the offset, shape and strides of `tensor`."""
     alias = tensor.detach().new_empty(0)
     return alias.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 

@@ -21,22 +21,14 @@ from torch import Tensor, nn
 _MANY = 64  # entries of a longer list or dict are not looked into
 _DEEPEST = 4
 _ATOMS = (types.NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-# Of nn.Module itself: not state of a layer. Buffers are looked after by themselves.
+# Attributes of every nn.Module: no state of a layer. `layer_state.py` looks after buffers.
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _NOT_LOOKED_INTO = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "pipetrain", "torchvision", "functorch"}
-_NO_DATA = (
-    types.FunctionType,
-    classmethod,
-    staticmethod,
-    property,
-    type,
-    types.GetSetDescriptorType,
-    types.MemberDescriptorType,
-)
-
+_DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
+_NO_DATA = (types.FunctionType, type, classmethod, staticmethod, property, *_DESCRIPTORS)
 _CONTAINERS = (list, dict, set, deque, weakref.WeakKeyDictionary)
 
-Look = dict[str, Hashable]  # what is where, by its name
+Look = dict[str, Hashable]  # name of an attribute or variable -> what is compared of its value
 
 
 def first_change(before: Look, now: Look) -> str | None:
@@ -56,33 +48,31 @@ def modules_of_the_user(layer: Any) -> list[tuple[str, nn.Module]]:
 
 
 def attributes_of(named: Iterable[tuple[str, Any]]) -> Look:
-    """As `own_traces`, of some things with their names."""
+    """As `own_traces`, of several objects, given with their names."""
     found: Look = {}
     seen: set[int] = set()
     for path, thing in named:
-        if is_of_the_user(type(thing)) or isinstance(thing, nn.Module):
-            _note_namespace(path, thing, found, seen, 0)
-        else:
-            _note(path, thing, found, seen, 0)
+        (_note_parts if _has_attributes(thing) else _note)(path, thing, found, seen, 0)
     return found
 
 
 def outer_traces(layer: Any) -> Look:
-    """What the code of a layer, or a loss, can rebind or draw from outside of it: numbers, texts and generators in its class, in functions
-    around it, among the globals that it names. A list or a dict out there is not its state."""
-    found: Look = {}
-    for kind in _kinds_of(layer):
-        for name, value in vars(kind).items():
-            if not isinstance(value, _NO_DATA) and not name.startswith(("__", "_abc_")):
-                _note_variable(f"{kind.__name__}.{name}", value, found)
+    """Numbers, texts and generators outside of a layer, or a loss, that its code can rebind or draw from: in its class, in functions around
+    it, among the globals that it names. Lists and dicts there do not count."""
+    found = {
+        f"{kind.__name__}.{name}": _atom(value)
+        for kind in _kinds_of(layer)
+        for name, value in vars(kind).items()
+        if not isinstance(value, _NO_DATA) and not name.startswith(("__", "_abc_"))
+    }
     for function in _code_of(layer):
-        for name, value in _variables_of(function):
-            _note_variable(f"{function.__qualname__.split('<locals>.')[-1]}: {name}", value, found)
-    return found
+        where = function.__qualname__.split("<locals>.")[-1]
+        found |= {f"{where}: {name}": _atom(value) for name, value in _variables_of(function)}
+    return {name: atom for name, atom in found.items() if atom is not None}
 
 
 def rebound_outside(layer: Any) -> str | None:
-    """A variable of a function around the code of a layer, or of its file, that the code gives another value."""
+    """A variable of a function around the code of a layer, or of its file, to which that code assigns."""
     for function in _code_of(layer):
         code = function.__code__
         for step in dis.get_instructions(code):
@@ -92,8 +82,13 @@ def rebound_outside(layer: Any) -> str | None:
 
 
 def holds_outside(layer: Any) -> bool:
-    """Whether the code of a layer names a list, a dict or a set outside of it, in which a copy of it would write, too."""
-    return any(type(value) in _CONTAINERS for function in _code_of(layer) for _, value in _variables_of(function))
+    """Whether the code of a layer names a list, a dict, a set or a generator outside of it, which a copy of the layer would change, too."""
+    named = [value for function in _code_of(layer) for _, value in _variables_of(function)]
+    in_classes = [value for kind in _kinds_of(layer) for value in vars(kind).values()]
+    return any(type(value) in _CONTAINERS for value in named) or any(
+        isinstance(value, (torch.Generator, random.Random)) or type(value).__module__.startswith("numpy.random")
+        for value in (*named, *in_classes)
+    )
 
 
 def is_of_the_user(thing: Any) -> bool:
@@ -108,49 +103,57 @@ _GONE = object()
 
 
 def _note(name: str, thing: Any, found: Look, seen: set[int], depth: int) -> None:
-    atom = _atom(thing)
-    if atom is not None:
-        found[name] = atom
-        return
-    found[name] = id(thing)
-    if id(thing) in seen or depth > _DEEPEST:
-        return
-    seen.add(id(thing))
+    atom, size = _atom(thing), 0
     if isinstance(thing, Tensor):
-        found[name] = (id(thing), 0 if thing.is_inference() else thing._version)
-    elif isinstance(thing, dict):
-        found[name] = (id(thing), len(thing), tuple(map(repr, thing)) if len(thing) <= _MANY else ())
-        _note_all(((f"{name}[{key!r}]", value) for key, value in thing.items()), len(thing), found, seen, depth)
-    elif isinstance(thing, (list, tuple, deque, set, frozenset, bytearray)):
-        found[name] = (id(thing), len(thing), *(() if len(thing) > _MANY else map(id, thing)))
-        if not isinstance(thing, (set, frozenset, bytearray)):
-            _note_all(((f"{name}[{n}]", item) for n, item in enumerate(thing)), len(thing), found, seen, depth)
-    elif isinstance(thing, partial):
-        _note_all([(name, thing.func), (name, thing.args), (name, thing.keywords)], 0, found, seen, depth)
-    elif isinstance(thing, types.MethodType):
-        _note(name, thing.__self__, found, seen, depth)
-    elif isinstance(thing, (nn.Module, types.SimpleNamespace)) or (
-        is_of_the_user(type(thing)) and hasattr(thing, "__dict__")
-    ):
-        _note_namespace(name, thing, found, seen, depth)
+        atom = id(thing), 0 if thing.is_inference() else thing._version
+    found[name] = id(thing) if atom is None else atom
+    if atom is not None or isinstance(thing, types.FunctionType) or id(thing) in seen or depth > _DEEPEST:
+        return
+    if isinstance(thing, (dict, list, tuple, deque, set, frozenset, bytearray)):
+        size = len(thing)
+        entries = tuple(map(repr if isinstance(thing, dict) else id, thing)) if size <= _MANY else ()
+        found[name] = id(thing), size, entries
+    if size <= _MANY:
+        _note_parts(name, thing, found, seen, depth)
 
 
-def _note_all(named: Any, count: int, found: Look, seen: set[int], depth: int) -> None:
-    if count <= _MANY:
-        for name, item in named:
-            _note(name, item, found, seen, depth + 1)
-
-
-def _note_namespace(name: str, thing: Any, found: Look, seen: set[int], depth: int) -> None:
+def _note_parts(name: str, thing: Any, found: Look, seen: set[int], depth: int) -> None:
     seen.add(id(thing))
-    left_out = _OF_MODULES if isinstance(thing, nn.Module) else frozenset()
-    for key, value in list(vars(thing).items()):
-        if key not in left_out:
-            _note(f"{name}.{key}" if name else key, value, found, seen, depth + 1)
+    for path, part in members_of(thing, of_modules=False):
+        _note(f"{name}{path}".removeprefix("."), part, found, seen, depth + 1)
+
+
+def members_of(thing: Any, *, of_modules: bool) -> Iterator[tuple[str, Any]]:
+    """What an object directly holds, each part after the text that leads to it (`.name`, `[0]`); of modules also what is torch's own."""
+    if isinstance(thing, dict):  # no other Mapping: it may read each value from a disk
+        yield from ((f"[{key!r}]", value) for key, value in list(thing.items()))
+    elif isinstance(thing, (list, tuple, deque, set, frozenset)):
+        yield from ((f"[{number}]", value) for number, value in enumerate(thing))
+    elif isinstance(thing, partial):
+        yield from (("", part) for part in (thing.func, thing.args, thing.keywords))
+    elif isinstance(thing, types.MethodType):
+        yield from (("", part) for part in (thing.__func__, thing.__self__))
+    elif isinstance(thing, types.FunctionType) and is_of_the_user(thing):
+        yield from ((f".{name}", value) for name, value in _variables_of(thing))
+        yield from (("", default) for default in (thing.__defaults__, thing.__kwdefaults__))
+    elif _has_attributes(thing):
+        held = dict(getattr(thing, "__dict__", {}))
+        if isinstance(thing, nn.Module) and of_modules:
+            held = {**held.pop("_parameters"), **held.pop("_buffers"), **held.pop("_modules"), **held}
+        elif isinstance(thing, nn.Module):
+            held = {name: value for name, value in held.items() if name not in _OF_MODULES}
+        yield from ((f".{name}", value) for name, value in held.items())
+        for name in ("forward", "__call__"):
+            if isinstance(function := getattr(type(thing), name, None), types.FunctionType):
+                yield "", function
+
+
+def _has_attributes(thing: Any) -> bool:
+    return isinstance(thing, nn.Module) or is_of_the_user(type(thing))
 
 
 def _atom(thing: Any) -> Hashable:
-    """What tells an unchangeable thing, or the state of a generator, from another; None for anything else."""
+    """What is compared of an immutable object (type and value) or a generator (its state); None for anything else."""
     if type(thing) in _ATOMS:
         return type(thing), thing if thing == thing else "nan"
     if isinstance(thing, torch.Generator):
@@ -169,13 +172,13 @@ def _kinds_of(layer: Any) -> list[type]:
 
 
 def _code_of(layer: Any) -> list[types.FunctionType]:
-    """The methods of its classes; or what it is itself."""
+    """The methods of a layer's classes; for a loss that is a function, the function."""
     methods = [value for kind in _kinds_of(layer) for name, value in vars(kind).items() if name != "__init__"]
     return [*(one for one in methods if isinstance(one, types.FunctionType)), *_functions_in(layer)]
 
 
 def _functions_in(thing: Any) -> Iterator[types.FunctionType]:
-    """What is called where a function, a method or a partial is."""
+    """The Python function behind a function, a method or a `functools.partial`."""
     if isinstance(thing, partial):
         yield from _functions_in(thing.func)
     elif isinstance(thing, types.MethodType):
@@ -184,18 +187,18 @@ def _functions_in(thing: Any) -> Iterator[types.FunctionType]:
         yield thing
 
 
+def names_in(code: types.CodeType) -> list[str]:
+    """Names that the code looks up (attributes, globals, variables of functions around it), those of functions inside it too."""
+    inner = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in names_in(part)]
+    return [*code.co_names, *code.co_freevars, *inner]
+
+
 def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Those of functions around it, and the globals that it names."""
+    """The variables of functions around it that `function` uses, and the globals that it names."""
     for key, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         try:
             yield key, cell.cell_contents
         except ValueError:  # not assigned yet
             continue
     names = function.__globals__
-    yield from ((key, names[key]) for key in function.__code__.co_names if key in names)
-
-
-def _note_variable(name: str, value: Any, found: Look) -> None:
-    atom = _atom(value)
-    if atom is not None:
-        found[name] = atom
+    yield from ((key, names[key]) for key in dict.fromkeys(names_in(function.__code__)) if key in names)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipetrain.config.phases import phases_of
+from pipetrain.config.read_files import read_object
 from pipetrain.config.records import ModelConfig, RunConfig
 from pipetrain.data.dataset import make_tokenizer
 from pipetrain.data.tokenizer import HfTokenizer, Tokenizer
-from pipetrain.models.hf.source import GENERATION_CONFIG, find_source
-from pipetrain.models.size import family_of, load_function
+from pipetrain.models.hf.source import BRING, GENERATION_CONFIG, find_source
+from pipetrain.models.size import family_of
 from pipetrain.models.spec import make_spec
 from pipetrain.models.weights import load_weights
 from pipetrain.plan.plan import Plan
@@ -29,7 +29,7 @@ class Asked:
     """What a user wants to read: see `Pipeline.generate`.
 
     Where the model's tokenizer has a chat template, prompts are questions, each a chat of its own after the `system` message; `raw`: they
-    are texts to continue in any case.
+    are texts to continue in any case. A text ends before the first of the `stop` texts, none of which is empty.
     """
 
     prompts: tuple[str, ...]
@@ -40,15 +40,10 @@ class Asked:
     seed: int = 0
     system: str | None = None
     raw: bool = False
+    stop: tuple[str, ...] = ()
 
 
-def generate(
-    config: RunConfig,
-    plan: Plan,
-    weights: Path,
-    asked: Asked,
-    write: Callable[[str], None],
-) -> None:
+def generate(config: RunConfig, plan: Plan, weights: Path, asked: Asked, write: Callable[[str], None]) -> None:
     """Gives `write` on rank 0 what the model of the run puts after each prompt of `asked`: after one prompt as it goes along, after
     several one after the other at the end. A text follows its prompt, an answer stands alone. Collective over the ranks of `plan`.
 
@@ -70,7 +65,7 @@ def generate(
             Snapshot(weights, checked=True).restore_weights(pipeline)
         else:
             load_weights(weights, pipeline, spec)
-        writer = _Writer(tokenizer, shown, write if pipeline.rank == 0 else _nowhere)
+        writer = _Writer(tokenizer, shown, asked.stop, write if pipeline.rank == 0 else _nowhere)
         writer.begin()
         pipeline.generate(
             prompts,
@@ -113,24 +108,28 @@ def _ends(tokenizer: Tokenizer, model: ModelConfig) -> tuple[int, ...]:
     if model.path is None:
         return ends
     file = find_source(model.path, model.revision).folder / GENERATION_CONFIG
-    named = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    named = () if named is None else named
-    return tuple(sorted({*ends, *([named] if isinstance(named, int) else named)}))
+    named = read_object(file, BRING).get("eos_token_id") if file.exists() else None
+    named = named if isinstance(named, list) else [named]
+    return tuple(sorted({*ends, *(token for token in named if isinstance(token, int))}))
 
 
 def _context(config: RunConfig) -> int | None:
     """The longest text that the model was made for: what ours were trained on, and what the config of another's says."""
     if config.model.path is None:
         return max(2, *(phase.config.data.sequence_length for phase in phases_of(config)))
-    longest: int | None = load_function(family_of(config.model).longest)(config.model)
-    return longest
+    return family_of(config.model).longest_of(config.model)
 
 
 class _Writer:
-    """Writes texts as their tokens come: a single one at once, several each in one piece at the end. `shown` stands before each."""
+    """Writes texts as their tokens come: a single one at once, several each in one piece at the end. `shown` stands before each, `stop` ends
+    each. All ranks have one, so that they end a text together."""
 
-    def __init__(self, tokenizer: Tokenizer, shown: Sequence[str], write: Callable[[str], None]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, shown: Sequence[str], stop: Sequence[str], write: Callable[[str], None]
+    ) -> None:
         self._texts = [TextStream(tokenizer) for _ in shown]
+        self._held = [""] * len(shown)  # of each what a stop may begin with
+        self._stop, self._tokenizer = stop, tokenizer
         self._write = write
         self._is_streaming = len(self._texts) == 1
         self._written = [[text] for text in shown]
@@ -139,8 +138,17 @@ class _Writer:
         if self._is_streaming:
             self._write(self._written[0][0])
 
-    def on_token(self, number: int, token: int) -> None:
-        self._put(number, self._texts[number].add(token))
+    def on_token(self, number: int, token: int) -> bool:
+        """Whether the text has ended."""
+        text = self._held[number] + self._texts[number].add(token)
+        ends = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+        held = max((n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        end = min(ends, default=len(text) - held)
+        self._put(number, text[:end])
+        self._held[number] = "" if ends else text[end:]
+        if ends:
+            self._texts[number] = TextStream(self._tokenizer)
+        return bool(ends)
 
     def _put(self, number: int, text: str) -> None:
         if self._is_streaming:
@@ -150,7 +158,7 @@ class _Writer:
 
     def end(self) -> None:
         for number, text in enumerate(self._texts):
-            self._put(number, text.rest())
+            self._put(number, self._held[number] + text.rest())
         if self._is_streaming:
             self._write("\n")
         else:

@@ -28,7 +28,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pipetrain.config.read_files import fitted
 from pipetrain.config.records import GuardConfig
+from pipetrain.config.write_files import draft_beside, replace_file
 from pipetrain.data.batch import Batch
 from pipetrain.runtime.cut import Whole
 from pipetrain.runtime.diagnosis import Diagnosis
@@ -152,14 +154,17 @@ class Guard:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Back to what `state_dict` gave; an empty mapping (a snapshot of an older version) is a new guard."""
-        self._losses = deque(state.get("losses", ()), maxlen=self._config.spike_window)
-        self._norms = deque(state.get("norms", ()), maxlen=self._config.spike_window)
-        self._skips_in_a_row = state.get("skips_in_a_row", 0)
+        """Back to what `state_dict` gave; an empty mapping (of an older version) is a new guard. Raises ValueError: it is no state of a guard."""
         before = state.get("batches_passed_over", 0)  # what an older version wrote
-        self.passed_over = [(start, end) for start, end in state.get("passed_over", [(0, before)] if before else [])]
-        self.num_skipped = state.get("num_skipped", 0)
-        self.num_rollbacks = state.get("num_rollbacks", 0)
+        state = Guard(self._config).state_dict() | {"passed_over": [[0, before]] if before else []} | dict(state)
+        self._losses, self._norms = (
+            deque(fitted(list[float], state[key], key), maxlen=self._config.spike_window) for key in ("losses", "norms")
+        )
+        self.passed_over = fitted(list[tuple[int, int]], state["passed_over"], "passed_over")
+        counts = ("skips_in_a_row", "num_skipped", "num_rollbacks")
+        self._skips_in_a_row, self.num_skipped, self.num_rollbacks = (fitted(int, state[key], key) for key in counts)
+        if any(start < 0 or end < start for start, end in self.passed_over):
+            raise ValueError(f"passed_over is {self.passed_over}")
 
 
 _FOLDER_MODE = 0o750  # the owner writes, the group reads, others have no business here
@@ -187,8 +192,9 @@ def write_incident(folder: Path, incident: Incident, diagnosis: Diagnosis | None
                 tensors[name] = value.contiguous().clone()  # the format refuses tensors that share memory
             else:
                 values[name] = repr(value)
-    save_file(tensors, folder / "batch.safetensors", metadata=values)
-    (folder / "incident.json").write_text(json.dumps(_record(incident, diagnosis, seed), indent=2) + "\n")
+    with draft_beside(folder / "batch.safetensors") as draft:
+        save_file(tensors, draft, metadata=values)
+    replace_file(folder / "incident.json", json.dumps(_record(incident, diagnosis, seed), indent=2) + "\n")
 
 
 def explain(incident: Incident, diagnosis: Diagnosis | None) -> str:

@@ -7,26 +7,33 @@ Without torch: the command line refuses a run that cannot be before a process st
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from pipetrain.comm.coordinates import Grid
 from pipetrain.config.phases import naming_phase, phases_of
 from pipetrain.config.records import NATIVE, PYTHON, WEIGHTS_IN, RunConfig
 from pipetrain.config.target import SCHEDULES, is_extension, load_extension
+from pipetrain.config.terminal import say
 from pipetrain.config.together import check_run, check_samples, check_schedule
+from pipetrain.config.write_files import user_cache
 from pipetrain.engine.available import check_engine
 from pipetrain.models.size import ModelSize, size_of
 from pipetrain.monitor.shown import Shown, show_schedule
 from pipetrain.plan.balance import balance_by_step, balance_told, costs_by_work, cut_by_work
+from pipetrain.plan.footprint import Footprint, Holdings
 from pipetrain.plan.mesh import Holds, Mesh, NumberBytes, mesh_of
 from pipetrain.plan.plan import Plan, make_plan, place_stages
+from pipetrain.plan.planner import with_sums
 from pipetrain.plan.profile import (
+    PROFILE,
+    Profile,
     bytes_of_layers,
     check_conditions,
     check_profile,
@@ -35,19 +42,21 @@ from pipetrain.plan.profile import (
     seconds_of_layers,
 )
 from pipetrain.plan.world import world_of
-from pipetrain.schedule.check import check, check_calls, refuse_unknown_kinds
+from pipetrain.schedule.check import check, check_calls
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import order_of_csv
 from pipetrain.schedule.families import AUTO, FAMILIES, Generator
 from pipetrain.schedule.make import make
-from pipetrain.schedule.policy import Mode, RecomputePolicy
+from pipetrain.schedule.policy import OFF, Mode, RecomputePolicy
 from pipetrain.schedule.reduce import with_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.search.list_order import Effort
-from pipetrain.schedule.search.search import FoundSchedule, best_schedule, cache_folder
+from pipetrain.schedule.search.search import FoundSchedule, best_schedule
+from pipetrain.schedule.simulate import simulate
 
 _BYTES = 256  # tokens of data.tokenizer=byte
+_SAMPLES = "data.global_batch_size / (parallel.num_replicas * pipeline.num_microbatches)"
 _NO_WORK_OF_LAYERS = ("revision", "weights")  # keys of the model that no time of a layer depends on
 
 
@@ -73,6 +82,10 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
     """
     check_run(config)
     check_engine(config)
+    if config.plan.auto:
+        raise ValueError(
+            "plan=auto: `pipetrain train` plans; ranks that are started otherwise need the keys that `pipetrain plan` prints"
+        )
     pipeline = config.pipeline
     world = world_of(pipeline, config.parallel, config.cluster, num_ranks)
     check_samples(config, world.num_replicas)
@@ -107,14 +120,13 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
     tied, found = plan.tied_stages(size.tied), None
     # As it was asked for: of replicas that are `auto` one may be left, with nothing to share.
     check_engine(given, world.num_replicas, tied)
-    _policy(config).check_layers(plan.num_layers)
+    policy_of(config).check_layers(plan.num_layers)
     _refuse_profile_without_layers(config)
     policy = _in_parts(config, plan.balance, size)
     spec = replace(_spec(config, plan.stage_ranks, policy), tied=tied, num_replicas=plan.num_replicas)
     if order is None and pipeline.schedule == AUTO:
         found = _sought(spec, _costs(config, plan.num_stages, size.flops_per_layer)(plan.balance), config)
     schedule = _schedule(spec, order) if found is None else found.schedule
-    refuse_unknown_kinds(schedule)
     check_calls(schedule, pipeline.on_call)
     return Run(plan, schedule, size, found, note)
 
@@ -187,12 +199,12 @@ def predict(config: RunConfig, measured: Costs | None = None) -> Shown:
         stages_per_rank=pipeline.stages_per_rank,
     )
     config = _with_replicas(config, world.num_replicas)
-    costs, policy = _costs_shown(config, stage_ranks) if measured is None else (measured, _policy(config))
+    costs, policy = _costs_shown(config, stage_ranks) if measured is None else (measured, policy_of(config))
     spec = replace(_spec(config, stage_ranks, policy), costs=costs, num_replicas=world.num_replicas)
     if pipeline.schedule == AUTO:
         found = _sought(spec, costs, config)
         return show_schedule(found.schedule, costs, found.least_seconds)
-    return show_schedule(_schedule(spec), costs)
+    return show_schedule(make(spec), costs)
 
 
 def predict_mesh(config: RunConfig, schedule: Schedule) -> tuple[Mesh, str]:
@@ -244,7 +256,7 @@ def _held(config: RunConfig, schedule: Schedule, num_replicas: int) -> tuple[Pla
         tied=size.tied,
         width=size.width,
         tokens=tuple(length * (fewest + (number < longer)) for number in range(slices)),
-        number_bytes=_number_bytes(config),
+        number_bytes=number_bytes_of(config),
     )
     unknown = "the dtype of the weights is that of their file (model.dtype=auto)" if held.number_bytes is None else ""
     if config.model.lora.rank is not None:
@@ -254,7 +266,7 @@ def _held(config: RunConfig, schedule: Schedule, num_replicas: int) -> tuple[Pla
     return plan, held, unknown
 
 
-def _number_bytes(config: RunConfig) -> NumberBytes | None:
+def number_bytes_of(config: RunConfig) -> NumberBytes | None:
     """AdamW has two moments of each weight, and float32 masters of one with fewer bits, whose gradient is float32 then."""
     dtype = config.model.dtype or WEIGHTS_IN[config.precision]
     if dtype == "auto":
@@ -272,7 +284,7 @@ def _with_replicas(config: RunConfig, num_replicas: int) -> RunConfig:
 
 def _costs_shown(config: RunConfig, stage_ranks: tuple[int, ...]) -> tuple[Costs, RecomputePolicy]:
     """With the layers of each stage, where a profile knows them or the number of parts depends on them."""
-    policy, given = _policy(config), config.plan.profile
+    policy, given = policy_of(config), config.plan.profile
     costs_of, alike = _costs(config, len(stage_ranks)), (1,) * len(stage_ranks)
     knows_layers = given is not None and bool(read_profile(given).layers)
     if not knows_layers and not (policy.in_parts and isinstance(policy.segments, str)):
@@ -291,14 +303,13 @@ def _costs_shown(config: RunConfig, stage_ranks: tuple[int, ...]) -> tuple[Costs
 
 def _in_parts(config: RunConfig, balance: tuple[int, ...], size: ModelSize) -> RecomputePolicy:
     """The policy for stages of so many layers: their parts have about equal bytes by the profile, and without one equal work."""
-    policy, given = _policy(config), config.plan.profile
+    policy, given = policy_of(config), config.plan.profile
     if not policy.in_parts:
         return policy
     work = sizes = size.flops_per_layer
     if given is not None:
-        profile = read_profile(given)
+        profile = profile_of(config)
         if profile.layers:
-            check_conditions(given, profile, conditions_of(config))
             work, sizes = seconds_of_layers(profile), bytes_of_layers(profile)
     return policy.of_layers(balance, None if sizes is None else cut_by_work(sizes, balance), work)
 
@@ -307,15 +318,16 @@ def _costs(config: RunConfig, num_stages: int, work: Sequence[float] | None = No
     """What stages of a balance cost: those of the run, or of the layers, that `plan.profile` names, else shares of `cost.*` by `work`."""
     cost, given = config.cost, config.plan.profile
     if given is not None:
-        profile = read_profile(given)
+        profile = profile_of(config)
         check_profile(given, profile, num_stages, config.pipeline.num_microbatches)
         if (measured := profile.costs) is not None:
             return lambda _: measured
-        check_conditions(given, profile, conditions_of(config))
-        policy = _policy(config)
+        policy = policy_of(config)
         policy.check_layers(profile.num_layers)
         selective = () if policy.mode is Mode.NEVER else policy.selective
-        return lambda balance: costs_of_layers(profile, balance, selective)
+        replicas = config.parallel.num_replicas
+        assert isinstance(replicas, int)
+        return lambda balance: with_sums(costs_of_layers(profile, balance, selective), profile, balance, replicas)
     mean = Costs.spread(
         num_stages,
         forward=cost.forward_seconds,
@@ -327,8 +339,43 @@ def _costs(config: RunConfig, num_stages: int, work: Sequence[float] | None = No
         input_share=cost.input_share,
         kept_share=cost.kept_share,
         reduce=cost.reduce_seconds,
+        offload=cost.offload_seconds,
     )
     return (lambda balance: costs_by_work(balance, work, mean)) if _tells_of_layers(config) else lambda _: mean
+
+
+def profile_of(config: RunConfig) -> Profile:
+    """What `plan.profile` names, for microbatches of this run.
+
+    Raises:
+        ValueError: there is none, or layers were measured with something else than this configuration; with the key that differs.
+    """
+    given = config.plan.profile or PROFILE
+    profile = read_profile(given)
+    if not profile.layers:
+        return profile
+    wanted = conditions_of(config)
+    samples = wanted[_SAMPLES]
+    if profile.smaller:
+        del wanted[_SAMPLES]
+    check_conditions(given, profile, wanted)
+    return profile.at(samples) if profile.smaller else profile
+
+
+def foreseen_bytes(config: RunConfig, run: Run, kept: Path) -> tuple[int, ...]:
+    """Per rank of a replica the most bytes of activations in a step, by the layers that `plan.profile` names, else by those that a planned
+    run has `kept`; nothing where neither tells of layers like these."""
+    given = config.plan.profile or (str(kept) if kept.is_file() else None)
+    if given is None:
+        return ()
+    config = replace(config, plan=replace(config.plan, profile=given))
+    with suppress(ValueError):
+        profile, plan, schedule = profile_of(config), run.plan, run.schedule
+        if profile.layers:
+            holdings = Holdings(proves=config.recompute.verify != OFF)
+            held = Footprint(profile, plan.balance, schedule.policy, plan.num_microbatches, holdings)
+            return held.of_step(schedule, simulate(schedule, _costs(config, plan.num_stages)(plan.balance)))
+    return ()
 
 
 def conditions_of(config: RunConfig) -> dict[str, Any]:
@@ -344,7 +391,7 @@ def conditions_of(config: RunConfig) -> dict[str, Any]:
         **model,
         "precision": config.precision,
         "data.sequence_length": config.data.sequence_length,
-        "data.global_batch_size / (parallel.num_replicas * pipeline.num_microbatches)": samples,
+        _SAMPLES: samples,
         "threads_per_rank": config.threads_per_rank,
         **installed,
     }
@@ -352,11 +399,7 @@ def conditions_of(config: RunConfig) -> dict[str, Any]:
 
 def _sought(spec: ScheduleSpec, costs: Costs, config: RunConfig) -> FoundSchedule:
     """The best order for the costs; the user's cache holds the results of earlier searches."""
-    return best_schedule(spec, costs, Effort(config.pipeline.search_seconds), cache_folder(), _say)
-
-
-def _say(text: str) -> None:
-    print(f"pipetrain: {text}", file=sys.stderr, flush=True)
+    return best_schedule(spec, costs, Effort(config.pipeline.search_seconds), user_cache("orders"), say)
 
 
 def _schedule(spec: ScheduleSpec, order: str | None = None) -> Schedule:
@@ -397,7 +440,7 @@ def _family(given: str) -> str | Generator:
     return given if is_ours else load_extension("pipeline.schedule", given, SCHEDULES)
 
 
-def _policy(config: RunConfig) -> RecomputePolicy:
+def policy_of(config: RunConfig) -> RecomputePolicy:
     policy = RecomputePolicy(**asdict(config.recompute))  # a field per key; it makes enums of text itself
     num_replicas = config.parallel.num_replicas
     return policy if isinstance(num_replicas, str) else policy.for_replicas(num_replicas)

@@ -22,9 +22,10 @@ from torch.utils import _pytree as pytree
 from pipetrain.comm.chain import Chain
 from pipetrain.comm.coordinates import Coordinates
 from pipetrain.comm.failure import PipelineError
+from pipetrain.config.read_files import fitted
 from pipetrain.config.records import RunConfig
 from pipetrain.data.batch import Batch, Share
-from pipetrain.data.batches import PhasedBatches
+from pipetrain.data.batches import Batches, PhasedBatches
 from pipetrain.engine.engine import Engine
 from pipetrain.models.size import ModelSize
 from pipetrain.models.spec import ModelSpec
@@ -45,6 +46,7 @@ from pipetrain.plan.plan import Plan
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.snapshot.session import Snapshots
 from pipetrain.trainer.guard import Action, Guard, Incident, advice_on_stop, explain, folder_of, write_incident
+from pipetrain.trainer.reporting import Reports
 
 
 class Tokens(NamedTuple):
@@ -63,22 +65,27 @@ def tokens_of(batch: Batch, spec: ModelSpec) -> Tokens:
 
 
 class TokensSeen:
-    """Tokens of all steps that changed the weights, those before a resume too. Its state belongs into a snapshot."""
+    """Tokens of all steps that changed the weights, those before a resume too; and how far the `batches` are read. Its state belongs into a
+    snapshot."""
 
-    def __init__(self) -> None:
+    def __init__(self, batches: Batches | None = None) -> None:
         self.total = Tokens(0, 0)
+        self._batches = batches
 
     def add(self, tokens: Tokens) -> None:
         """Another step."""
         self.total = Tokens(self.total.all + tokens.all, self.total.counted + tokens.counted)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """What JSON can say."""
-        return self.total._asdict()
+        stream = {} if self._batches is None else self._batches.state_dict()
+        return {**self.total._asdict(), **({"stream": stream} if stream else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Back to what `state_dict` gave; an empty mapping (a snapshot of an older version) begins at 0."""
-        self.total = Tokens(int(state.get("all", 0)), int(state.get("counted", 0)))
+        self.total = Tokens(*(fitted(int, state.get(key, 0), key) for key in Tokens._fields))
+        if self._batches is not None:
+            self._batches.load_state_dict(state.get("stream", {}))
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,8 @@ class PhaseSteps:
     share: Share | None  # of a batch, that is this replica's; None: all of it
     mfu_of_a_token_per_second: float | None  # None: what the model does, or a device can do, is not known
     watch: StragglerWatch
-    last: StepFigures | None = None  # of its last step so far, on rank 0
+    foreseen_bytes: tuple[int, ...] = ()  # of activations, the most of each rank of a replica
+    last: StepFigures | None = None  # of its last step that was reported so far, on rank 0
 
 
 def phase_of(phases: Sequence[PhaseSteps], step: int) -> PhaseSteps:
@@ -162,8 +170,9 @@ class Steps:
         """
         return 2 * signum + self.snapshots.clock_asks()
 
-    def run(self, asked: Callable[[], int]) -> int:
-        """All steps from the snapshots' first on, or until `asked`, the largest `request` of all ranks, has a signal; returns it, or 0.
+    def run(self, asked: Callable[[], int], agree: Callable[[int], int]) -> int:
+        """All steps from the snapshots' first on, or until `asked`, the largest `request` of all ranks, has a signal; returns it, or 0. `agree`
+        gives the largest number that any rank gave.
 
         The engine was made for the phase of the first of them.
 
@@ -172,16 +181,20 @@ class Steps:
         """
         step = self.snapshots.first_step
         self.engine.start_at(step)
-        phase = phase_of(self.phases, step)
+        phase, predicts = phase_of(self.phases, step), measured_steps(step)
+        reports = Reports(agree, is_first=self.recorder.is_first)
         while step <= self.config.num_steps:
             if (other := phase_of(self.phases, step)) is not phase:
-                phase = other
+                phase, predicts = other, measured_steps(step)
                 self.engine.change(phase.plan, phase.schedule)
-                self.recorder.begin_phase(phase.number, step, measured_steps(step))
+                self.recorder.begin_phase(phase.number, step, predicts)
             started = time.perf_counter()
             batch = self.batches.batch(step, self.guard.passed_over, phase.share)
             result = self.engine.step(step, batch, self._accepts)
-            figures = self.engine.gather_report()
+            figures = None
+            if is_due := reports.are_due(step) or step in predicts or step == phase.last_step:
+                with reports.working():
+                    figures = self.engine.gather_report()
             seconds = time.perf_counter() - started
             if self.guard.incident is not None and (back_at := self._respond(self.guard.incident, batch)) is not None:
                 step = back_at
@@ -189,8 +202,13 @@ class Steps:
             tokens = self.replicas.add_up(tokens_of(batch, self.spec))
             if result.is_accepted:
                 self.seen.add(tokens)
-            self._record(phase, step, result, figures, tokens, seconds)
             signum, by_clock = divmod(asked(), 2)
+            if signum and not is_due:
+                figures = self.engine.gather_report()
+            with reports.working():
+                self._record(phase, step, result, figures, tokens, seconds)
+            self._evaluate(phase, step)
+            reports.end_step(seconds)
             self._compare_replicas(step, saves=bool(signum or by_clock))
             self.snapshots.after_step(step, stopping=bool(signum), by_clock=bool(by_clock))
             if signum:
@@ -233,6 +251,9 @@ class Steps:
             rollbacks=self.guard.num_rollbacks,
             stragglers=phase.watch.stragglers(),
             ranks=self.ranks,
+            peak_activation_bytes_predicted=tuple(
+                phase.foreseen_bytes[one.place] for one in self.ranks if phase.foreseen_bytes
+            ),
             batch_size=phase.config.data.global_batch_size,
             sequence_length=phase.config.data.sequence_length,
             num_microbatches=phase.plan.num_microbatches,
@@ -289,17 +310,20 @@ class Steps:
         tokens: Tokens,
         seconds: float,
     ) -> None:
-        """Writes what the step did, and evaluates where it is time to; rank 0 has the figures."""
-        phase.last = figures
-        if figures is None:
+        """Writes what the step did; rank 0 has the figures, of the steps that are reported."""
+        if not self.recorder.is_first:
             self.recorder.end_step(step)
-        else:
-            timelines = () if figures.ops is None else figures.ops.timelines
-            seen, mfu = self.seen.total.all, phase.mfu_of_a_token_per_second
-            metrics = metrics_of(step, result, figures, tokens, seen, seconds, mfu, phase.number)
-            self.recorder.end_step(step, metrics, figures.ops)
-            if timelines:
-                phase.watch.add(step, *timelines)
+            return
+        phase.last = figures or phase.last
+        known = figures or StepFigures(None, (None,) * len(self.ranks))
+        seen, mfu = self.seen.total.all, phase.mfu_of_a_token_per_second
+        metrics = metrics_of(step, result, known, tokens, seen, seconds, mfu, phase.number)
+        self.recorder.end_step(step, metrics, known.ops)
+        if known.ops is not None:
+            phase.watch.add(step, *known.ops.timelines)
+
+    def _evaluate(self, phase: PhaseSteps, step: int) -> None:
+        """Where it is time to. Collective."""
         if step == self.config.num_steps:
             return
         every = self.config.observe.eval_every_steps

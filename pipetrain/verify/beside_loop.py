@@ -79,10 +79,6 @@ def mean_square(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2).mean()
 
 
-def _nothing(step: int, layers: Sequence[nn.Module]) -> None:
-    """Before a step."""
-
-
 @dataclass(frozen=True)
 class Subject:
     """What is trained. `layers` and `loss` make new ones for each run, after a seed; `batch` gives that of a step.
@@ -95,7 +91,7 @@ class Subject:
     batch: Callable[[int], Batch]
     loss: Callable[[], LossFn] = lambda: mean_square
     count_fn: Callable[[Any], int | float] | None = None
-    before_step: Callable[[int, Sequence[nn.Module]], None] = _nothing
+    before_step: Callable[[int, Sequence[nn.Module]], None] = lambda _step, _layers: None
     look: Callable[[Sequence[nn.Module]], Any] | None = None
     max_norm: float | None = 1.0
     num_microbatches: int = NUM_MICROBATCHES
@@ -261,15 +257,16 @@ def is_named(error: BaseException) -> bool:
 def differences(
     ours: Trace, theirs: Trace, within: Callable[[str], float] = lambda _: 0.0
 ) -> Iterator[tuple[str, float]]:
-    """What `ours` has that is not bit for bit the same in `theirs`, with the largest difference; NaN equals NaN.
-
-    `within` says of what by how much it may differ: the norm of the difference over the norm in `theirs`.
-    """
+    """What `ours` has that is not bit for bit the same in `theirs`, with the largest difference; NaN equals NaN. `within` says of what by how
+    much it may differ: the norm of the difference over the norm in `theirs`."""
     for what, value in ours.items():
         expected = theirs.get(what)
         if isinstance(value, Tensor) and isinstance(expected, Tensor):
-            if not same_tensor(value, expected) and not _is_close(value, expected, within(what)):
-                yield what, _distance(value, expected)
+            comparable = value.shape == expected.shape and value.numel() > 0
+            least = within(what)
+            is_close = comparable and least > 0 and bool((value - expected).norm() <= least * expected.norm())
+            if not is_close and not same_tensor(value, expected):
+                yield what, float((_dense(value) - _dense(expected)).abs().max()) if comparable else float("inf")
         elif isinstance(value, Tensor) or isinstance(expected, Tensor) or value != expected:
             yield what, float("inf")
 
@@ -280,16 +277,6 @@ def same_tensor(one: Tensor, other: Tensor) -> bool:
         return False
     one, other = _dense(one), _dense(other)
     return torch.equal(one, other) or torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
-
-
-def _is_close(one: Tensor, other: Tensor, within: float) -> bool:
-    return within > 0 and one.shape == other.shape and bool((one - other).norm() <= within * other.norm())
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
-    if one.shape != other.shape or not one.numel():
-        return float("inf")
-    return float((_dense(one) - _dense(other)).abs().max())
 
 
 def _dense(tensor: Tensor) -> Tensor:

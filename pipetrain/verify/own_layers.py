@@ -88,11 +88,8 @@ class OwnReport:
 
 
 def verify_own(own: OwnLayers, *, quick: bool = False) -> OwnReport:
-    """Every mode over one to four stages (`quick`: `overlap` over two).
-
-    Raises:
-        ValueError: there is no such function, it raises, what it gives is no model or no batch, or the plain loop fails itself.
-    """
+    """Every mode over one to four stages (`quick`: `overlap` over two). Raises ValueError: there is no such function, it raises, what it gives is
+    no model or no batch, or the plain loop fails itself."""
     names = _checked(own)
     modes = [Mode.OVERLAP] if quick else list(Mode)
     stages = [min(2, len(names))] if quick else range(1, min(MOST_STAGES, len(names)) + 1)
@@ -179,11 +176,7 @@ def _plain_of(own: OwnLayers) -> tuple[Subject, Trace]:
 
 
 def _checked(own: OwnLayers) -> tuple[str, ...]:
-    """The kinds of the layers, once everything has been made and the plain loop has run.
-
-    Raises:
-        ValueError: see `verify_own`.
-    """
+    """The kinds of the layers, once everything has been made and the plain loop has run. Raises ValueError: see `verify_own`."""
     torch.set_num_threads(1)  # with more, the order of summation is no longer fixed
     with contextlib.redirect_stdout(sys.stderr):  # what a layer prints must not come between what the command does
         subject = _subject(own)
@@ -226,11 +219,7 @@ def _subject(own: OwnLayers) -> Subject:
 
 
 def _function(place: str) -> Callable[[], Any]:
-    """What `module:function` names.
-
-    Raises:
-        ValueError: no such module or function.
-    """
+    """What `module:function` names. Raises ValueError: no such module or function."""
     found = load_target(place)
     if not callable(found):
         raise ValueError(f"{place}: is a {type(found).__name__}, and no function")
@@ -302,15 +291,11 @@ def own_table(report: OwnReport) -> str:
         for number, (kind, found) in enumerate(zip(report.names, report.layers))
     ]
     table = Table(("layer", "kind", "recomputation"), cells, left=frozenset({0, 1, 2})).as_text()
-    return "\n".join([table, "", *_verdict(report)])
-
-
-def _verdict(report: OwnReport) -> Iterator[str]:
     same: dict[tuple[Verdict, str], list[str]] = {}
     for way, found in report.ways:
         same.setdefault((found.result, found.detail), []).append(str(way))
-    for (result, detail), ways in same.items():
-        if result not in (Verdict.EQUAL, Verdict.KEPT):
-            yield f"{'; '.join(ways)}: {result}: {detail}"
-    equal = sum(found.result in (Verdict.EQUAL, Verdict.KEPT) for _, found in report.ways)
-    yield f"{equal} of {len(report.ways)} ways to run it equal the plain loop bit for bit"
+    right = (Verdict.EQUAL, Verdict.KEPT)
+    wrong = [f"{'; '.join(ways)}: {result}: {detail}" for (result, detail), ways in same.items() if result not in right]
+    equal = sum(found.result in right for _, found in report.ways)
+    verdict = f"{equal} of {len(report.ways)} ways to run it equal the plain loop bit for bit"
+    return "\n".join([table, "", *wrong, verdict])

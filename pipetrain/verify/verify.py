@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
 from pipetrain.comm.failure import PipelineError
+from pipetrain.comm.torch_distributed import all_gather_bytes
 from pipetrain.config.records import ModelConfig
 from pipetrain.data.batch import Batch
 from pipetrain.models.spec import ModelSpec, make_spec, spec_of
@@ -87,11 +88,7 @@ class Row:
 
 
 def verify(*, quick: bool = False) -> list[Row]:
-    """Runs all cases, the ranks of a case as processes of this machine.
-
-    Raises:
-        RuntimeError: a rank failed.
-    """
+    """Runs all cases, the ranks of a case as processes of this machine. Raises RuntimeError: a rank failed."""
     return [row for ranks in (QUICK_RANKS if quick else RANKS) for row in _on_ranks(*ranks)]
 
 
@@ -101,19 +98,15 @@ def parity_table(rows: list[Row]) -> str:
     for row in rows:
         case, replicas = row.case, row.case.num_replicas
         ranks = str(case.num_ranks) if replicas == 1 else f"{replicas} x {case.num_ranks // replicas}"
-        cells.append((case.model, ranks, case.schedule, case.mode, _result(row)))
+        equal = "equal" if replicas == 1 else f"within {WITHIN:g}"
+        result = equal if row.is_equal else f"{row.differs} differs by {row.largest_difference:.3g}"
+        cells.append((case.model, ranks, case.schedule, case.mode, result))
     table = Table(("model", "ranks", "schedule", "recompute", "result"), cells, left=frozenset({0, 2, 3, 4}))
     wrong = sum(not row.is_equal for row in rows)
     rounded = sum(row.case.num_replicas > 1 for row in rows)
     of_replicas = f" but {rounded} of several replicas, which are equal within {WITHIN:g}" if rounded else ""
     right = f"{len(rows)} cases, all equal bit for bit{of_replicas}"
     return f"{table.as_text()}\n\n{f'{len(rows)} cases, {wrong} differ' if wrong else right}"
-
-
-def _result(row: Row) -> str:
-    if row.is_equal:
-        return "equal" if row.case.num_replicas == 1 else f"within {WITHIN:g}"
-    return f"{row.differs} differs by {row.largest_difference:.3g}"
 
 
 def cases(num_ranks: int, num_replicas: int = 1) -> Iterator[Case]:
@@ -138,9 +131,8 @@ def _rank(rank: int, num_ranks: int, num_replicas: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     found = []
     for case in cases(num_ranks, num_replicas):
-        everywhere: list[Any] = [None] * num_ranks
-        dist.all_gather_object(everywhere, _differences(case))
-        differ = [difference for here in everywhere for difference in here]
+        everywhere = all_gather_bytes(json.dumps(_differences(case)).encode())
+        differ = [difference for here in everywhere for difference in json.loads(here)]
         largest = max((size for _, size in differ), default=0.0)
         found.append((differ[0][0] if differ else None, largest))
     if rank == 0:
@@ -226,7 +218,4 @@ def _transformer() -> tuple[ModelSpec, BatchOf]:
     ), batch
 
 
-_MODELS: dict[str, Callable[[], tuple[ModelSpec, BatchOf]]] = {
-    "dense": _dense,
-    "transformer": _transformer,
-}
+_MODELS: dict[str, Callable[[], tuple[ModelSpec, BatchOf]]] = {"dense": _dense, "transformer": _transformer}

@@ -46,6 +46,8 @@ CONFIG = [
 ]
 # Numbers out of range
 RANGES = [
+    train("plan.memory_budget_bytes=0", "plan.memory_budget_bytes=0", "1 or more"),
+    Row("plan plan.cluster=2xcpu-4gb plan.tensor=0", ("plan.tensor=0", "allowed are 1, 2")),
     train("model.dtype=int8", "model.dtype=int8", "auto, float32, bfloat16, float16"),
     train("model.weights=trained", "model.weights=trained", "pretrained, random"),
     train("model.lora.rank=0", "model.lora.rank=0", "1 or more"),
@@ -55,6 +57,7 @@ RANGES = [
     train("cost.input_share=2", "cost.input_share=2.0", "a part of a set from 0 to 1"),
     train("cost.kept_share=-1", "cost.kept_share=-1.0", "a part of a set from 0 to 1"),
     train("cost.reduce_seconds=-1", "cost.reduce_seconds=-1.0", "a time in seconds from 0"),
+    train("cost.offload_seconds=-1", "cost.offload_seconds=-1.0", "a time in seconds from 0"),
     train("epochs=0 steps=null", "epochs=0.0: allowed is more than 0"),
     train("observe.peak_flops_per_second=0", "observe.peak_flops_per_second=0.0", "more than 0"),
     train("optim.masters=on", "optim.masters=on", "auto, off"),

@@ -55,7 +55,7 @@ DATA = [
             lines(
                 "",
                 "{}/a.jsonl:2",
-                "neither `messages` nor `text`",
+                "neither `messages` (or `conversations`) nor `text`",
                 "fields are: txt",
                 prepare=second_line(b'{"txt": 1}'),
             ),

@@ -32,6 +32,14 @@ RUN_FOLDERS = [
     train("resume=nowhere", "resume=nowhere: there is nothing", "snapshots/step-"),
     train("init_from=nowhere", "init_from=nowhere: there is nothing"),
     train("resume={} init_from={}", "a resumed run has its weights"),
+    *(
+        train(
+            f"{key}={{}}/step-00000100",
+            f"{key}={{}}/step-00000100: manifest.json is missing in it",
+            prepare=lambda folder: (folder / "step-00000100").mkdir(),
+        )
+        for key in ("resume", "init_from")
+    ),
 ]
 
 ANOTHER = "data=text data.path={}/text experiment=smoke pipeline.num_stages=1 observe.progress=false run_dir={}/new"
@@ -51,7 +59,7 @@ SNAPSHOTS = [
     as_rank("resume={}", "there is no snapshot"),
     as_rank("resume={}/text/a.txt", "{}/text/a.txt: there is no snapshot"),
     as_rank("init_from={}", "there is no snapshot"),
-    as_rank("init_from={}/text/a.txt", "{}/text/a.txt is no safetensors file"),
+    as_rank("init_from={}/text/a.txt", "{}/text/a.txt cannot be read (it is no safetensors file"),
     as_rank("init_from={}/other.safetensors", "weights are of another model", prepare=weights_of_another_model),
     as_rank("resume={}/old seed=5", "seed=5", "had 0", "set seed=0", "init_from="),
     as_rank("resume={}/old model.hidden_size=64", "model.hidden_size=64", "had 32", "init_from="),

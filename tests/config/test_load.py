@@ -14,11 +14,12 @@ from pipetrain.config.records import RunConfig
 from pipetrain.config.schema import keys
 from pipetrain.config.together import check_run
 
-GROUPS = "model data pipeline recompute parallel engine optim guard snapshot observe cluster transport"
+GROUPS = "model data pipeline recompute plan parallel engine optim guard snapshot observe cluster transport"
 PROMISED = (
     "seed steps run_dir resume init_from timeout_seconds data.path data.global_batch_size data.sequence_length "
     "model.path model.dropout pipeline.schedule pipeline.num_stages pipeline.stages_per_rank "
     "pipeline.num_microbatches pipeline.balance pipeline.placement pipeline.warmup pipeline.search_seconds plan.profile "
+    "plan.memory_budget_bytes "
     "recompute.mode recompute.sets recompute.keep recompute.stash recompute.last_stage recompute.segments recompute.selective "
     "transport.prefetch transport.communicators "
     "transport.backend parallel.num_replicas parallel.order parallel.check_every_steps parallel.zero_stage "
@@ -120,3 +121,12 @@ def test_a_file_of_something_else_is_refused(tmp_path: pathlib.Path) -> None:
         read(tmp_path / "config.yaml")
     with pytest.raises(ConfigError, match="there is no such file"):
         read(tmp_path / "missing.yaml")
+
+
+def test_a_length_that_is_typed_replaces_that_of_an_experiment() -> None:
+    tuned = load_config(["experiment=finetune", "steps=12"])
+    assert (tuned.steps, tuned.epochs) == (12, None)
+    assert load_config(["experiment=finetune"]).epochs == 1
+    smoke = load_config(["experiment=smoke", "epochs=2"])
+    assert (smoke.steps, smoke.epochs) == (None, 2)
+    assert load_config(["experiment=finetune", "steps=null"]).epochs == 1

@@ -85,7 +85,7 @@ def test_what_a_run_that_goes_on_must_keep() -> None:
     """What it computes: everything else may change, and a key that is new is guarded until it is marked."""
     data = (
         "name subset split text_field tokenizer layout assistant_only_loss template_date item_type "
-        "global_batch_size sequence_length "
+        "global_batch_size sequence_length truncate "
         "eval_split eval_fraction target args collate file_sha256"
     )
     model = (

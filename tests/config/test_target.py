@@ -54,7 +54,14 @@ def test_the_current_folder_is_searched_first(folder: Path) -> None:
         ("own_shapes:", "own_shapes:: names no function"),
         ("own_shapes:f()", "own_shapes:f(): names no function"),
         ("../own_shapes:f", "../own_shapes:f: names no function"),
-        ("own_shape:f", "there is no module 'own_shape' in .* and the installed packages; did you mean 'own_shapes'?"),
+        (
+            "own_shape:f",
+            "there is no module 'own_shape' in .* or in the installed packages; did you mean 'own_shapes'?",
+        ),
+        (
+            "tkinterr:f",
+            "there is no module 'tkinterr' in .* or in the installed packages$",
+        ),  # a module of Python is not meant
         ("own_package.model:f", "there is no module 'model' in own_package; did you mean 'models'?"),
         (
             "own_package.broken:f",

@@ -1,5 +1,6 @@
 """Which tokens of a chat count: tables made by hand, for templates with marks and without, with a date, and that drop reasoning."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -159,6 +160,55 @@ def test_targets_are_masked_by_length_and_not_by_token(tmp_path: pathlib.Path) -
     assert inputs["attention_mask"][0].tolist() == [1] * 21 + [0] * 11
     assert (targets == 1).sum() == 2
     assert torch.equal(targets >= 0, torch.tensor([[5 <= at <= 7 or 15 <= at <= 18 for at in range(32)]]))
+
+
+def padded(folder: pathlib.Path, rows: list[Any], **more: Any) -> DataConfig:
+    """A file of these rows, a sample each."""
+    save_tokenizer(folder / "tokenizer", MARKED)
+    (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    where = {
+        name: str(folder / file)
+        for name, file in (("path", "chat.jsonl"), ("tokenizer", "tokenizer"), ("cache_dir", "cache"))
+    }
+    return DataConfig(name="jsonl", layout="padded", global_batch_size=1, eval_fraction=0.0, **where, **more)
+
+
+def test_a_chat_that_is_too_long_is_cut_where_that_is_wanted(tmp_path: pathlib.Path) -> None:
+    config = padded(tmp_path, [{"messages": MESSAGES}], sequence_length=8)
+    with pytest.raises(
+        ValueError, match=r"it has 21 tokens, more than .*=8; .*=21 takes all, data\.truncate=true cuts it"
+    ):
+        make_data(config, 0)
+    inputs, targets = make_data(dataclasses.replace(config, truncate=True), 0).train.batch(0)
+    whole, of_whole = make_data(dataclasses.replace(config, sequence_length=21), 0).train.batch(0)
+    assert torch.equal(inputs["input_ids"], whole["input_ids"][:, :8])
+    assert inputs["attention_mask"].tolist() == [[1] * 8]
+    assert torch.equal(targets[:, :7], of_whole[:, :7])
+    assert (targets >= 0).sum() == 2  # the last of the eight tokens predicts nothing
+    packed = make_data(dataclasses.replace(config, truncate=True, layout="packed"), 0)
+    assert torch.equal(packed.train.batch(0).targets, targets)
+    with pytest.raises(ValueError, match=r"it has 21 tokens, and none of the first data\.sequence_length=4 counts"):
+        make_data(dataclasses.replace(config, truncate=True, sequence_length=4), 0)
+
+
+def test_rows_of_sharegpt_are_chats(tmp_path: pathlib.Path) -> None:
+    turns = [("human", "Hi"), ("gpt", "Paris"), ("human", "Why?"), ("gpt", "It is")]
+    row = {"conversations": [{"from": who, "value": text} for who, text in turns], "id": 3}
+    ours, theirs = (
+        make_data(padded(tmp_path / name, [one], sequence_length=32), 0).train.batch(0)
+        for name, one in (("ours", {"messages": MESSAGES}), ("theirs", row))
+    )
+    assert torch.equal(ours.targets, theirs.targets)
+    assert torch.equal(ours.inputs["input_ids"], theirs.inputs["input_ids"])
+    with pytest.raises(ValueError, match=r"chat\.jsonl:1: message 1 of `conversations` is no object with the texts"):
+        make_data(padded(tmp_path, [{"conversations": [row["conversations"][0], {"from": "gpt"}]}]), 0)
+
+
+def test_a_chat_that_begins_with_an_answer_is_one_bad_document(tmp_path: pathlib.Path) -> None:
+    """Not a template that cannot tell what an answer is: the others are samples."""
+    tokenizer = tokenizer_of(tmp_path, "{{ messages[0].role and '' }}" + PLAIN)
+    encoded = tokenizer.encode_documents([chat(MESSAGES[1:]), chat()])
+    assert encoded.problems == {0: "it begins with an answer, and the chat template writes no prompt before it"}
 
 
 PARTS = [{"type": "text", "text": "Hi"}]

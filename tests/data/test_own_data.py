@@ -1,7 +1,9 @@
 """data=python: samples of your own dataset in an order that you can compute, read by those ranks that need them, with or without workers."""
 
 import contextlib
+import dataclasses
 import hashlib
+import json
 import pathlib
 import sys
 from typing import Any
@@ -15,6 +17,7 @@ from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import DataConfig
 from pipetrain.data import own
 from pipetrain.data.batch import Batch, Share
+from pipetrain.data.batches import PhasedBatches
 from pipetrain.data.dataset import check_data, make_data, own_data
 
 DATA = """
@@ -43,6 +46,24 @@ class Single(Pairs):
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         yield 1, 2
+
+class Counting(Stream):
+    def __init__(self, size=10, fails_at=None, in_tuple=False):
+        self.size, self.fails_at, self.at, self.in_tuple = size, fails_at, 0, in_tuple
+
+    def __iter__(self):
+        while self.at < self.size:
+            self.at += 1
+            if self.at - 1 == self.fails_at:
+                raise OSError("the disk is gone")
+            yield torch.full((2,), float(self.at - 1)), self.at - 1
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": (self.at,) if self.in_tuple else self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
 
 def doubled(samples):
     return torch.tensor([2 * y for _, y in samples]), torch.tensor([y for _, y in samples])
@@ -141,7 +162,24 @@ def test_the_same_code_and_size_are_the_same_data() -> None:
     ("name", "typed", "says"),
     [
         ("Pairs", ["data.args.size=0"], "the dataset has no samples"),
-        ("Stream", [], "a Stream cannot be read at any place"),
+        (
+            "Stream",
+            [],
+            "a Stream cannot be read at any place, so a run could not resume; give a dataset with __len__ and __getitem__ or, ",
+        ),
+        ("Counting", ["data.args.size=0"], "the dataset has no samples"),
+        ("Counting", ["data.args.fails_at=1"], "sample 1 raises OSError: the disk is gone (pairs.py, line "),
+        ("Counting", ["data.args.in_tuple=true"], "state_dict() must give what JSON gives back"),
+        (
+            "Counting",
+            ["data.num_workers=2"],
+            "data.num_workers=2: a Counting is iterable, so each rank reads it by itself",
+        ),
+        (
+            "Pairs",
+            ["data.heldout_target=pairs:Counting"],
+            "data.heldout_target=pairs:Counting: a Counting cannot be read at any place",
+        ),
         ("Uneven", [], "samples make no batch"),
         ("Single", [], "a sample must be the pair (inputs, targets), and a batch is a Tensor"),
         ("Pairs", ["data.args.fails_at=0"], "sample 0 raises OSError: the disk is gone"),
@@ -173,3 +211,55 @@ def test_another_number_of_samples_than_on_rank_0_is_refused() -> None:
     reader = own.OwnData(config, 7, (11, 0)).batches(config)
     with pytest.raises(ConfigError, match="has 10 samples here and 11 on rank 0"):
         reader.batch(0)
+
+
+def stream_of(*typed: str) -> Any:
+    return make_data(of("Counting", *typed), 7).train
+
+
+def test_an_iterable_dataset_goes_on_from_its_state() -> None:
+    """In its own order, over its end, and at the very sample."""
+    train = stream_of()
+    assert [numbers(train.batch(step)) for step in (0, 1, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7]]
+    state = json.loads(json.dumps(train.state_dict()))
+    rest = [numbers(train.batch(step)) for step in (2, 3)]
+    assert rest == [[8, 9, 0, 1], [2, 3, 4, 5]]
+    own._dataset_of.cache_clear()
+    again = stream_of()
+    again.load_state_dict(state)
+    assert again.state_dict() == state  # nothing is read again to get there
+    assert [numbers(again.batch(step)) for step in (2, 3)] == rest
+    again.load_state_dict(state)  # a rollback, which passes over the batches up to the one that was refused
+    assert numbers(again.batch(3)) == rest[1]
+    with pytest.raises(ConfigError, match="sample 4 was read before, and an iterable dataset only goes on"):
+        again.batch(1)
+
+
+def test_replicas_share_a_batch_of_an_iterable_dataset() -> None:
+    train = stream_of()
+    parts = [numbers(train.batch(step, Share(replica, 2, 1))) for step in (0, 1) for replica in (0, 1)]
+    assert parts == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_phases_with_other_batches_go_on_in_one_stream() -> None:
+    config = of("Counting")
+    data = own.OwnData(config, 7, (own.STREAM, 0))
+    phases = PhasedBatches(
+        [(0, data.batches(config)), (2, data.batches(dataclasses.replace(config, global_batch_size=2)))]
+    )
+    assert [numbers(phases.batch(step)) for step in (1, 2, 3, 4)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [0, 1]]
+
+
+def test_a_rank_that_does_not_read_makes_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own, "call_target", None)
+    train = own_data(of("Counting"), own.OwnData(of("Counting"), 7, (own.STREAM, 0), is_read=False)).train
+    assert train.batch(3) == Batch(None, None)
+    assert train.state_dict() == {}
+    train.load_state_dict({"position": 4})
+
+
+def test_epochs_of_an_iterable_dataset_are_refused() -> None:
+    config = load_config(["data=python", "data.target=pairs:Counting", "epochs=2"])
+    with pytest.raises(ConfigError, match=r"epochs=2: the length of data\.target=pairs:Counting, an"):
+        own.check_length(config, (own.STREAM, 0))
+    own.check_length(config, (10, 0))

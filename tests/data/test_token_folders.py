@@ -382,7 +382,9 @@ def test_a_folder_of_tokens_that_was_cut(tmp_path: pathlib.Path) -> None:
     make_data(config, 0)
     (tokens,) = (tmp_path / "cache").glob("*/train/tokens.bin")
     tokens.write_bytes(tokens.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"tokens\.bin has \d+ bytes, not \d+; make it again: pipetrain tokenize"):
+    with pytest.raises(
+        ValueError, match=r"tokens\.bin cannot be read \(it has \d+ bytes, not \d+\); make it again: pipetrain tokenize"
+    ):
         make_data(config, 0)
 
 

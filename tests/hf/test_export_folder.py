@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from data.tiny_tokenizer import save_tokenizer
 from hf.test_load_pruned import CASES, STAGES, changed
 from hf.tiny import saved, tiny
 from safetensors.torch import load_file
+from tiny_tokenizer import save_tokenizer
 
 from pipetrain.models.hf.export import export_model, keep_files
 from pipetrain.models.hf.pruned import pruned_model

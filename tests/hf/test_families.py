@@ -12,7 +12,7 @@ from hf.tiny import FAMILIES, padding_mask, tiny, token_ids
 from torch import Tensor, nn
 
 from pipetrain import Pipeline
-from pipetrain.models.hf.adapter import layers_of
+from pipetrain.models.hf.hf_spec import layers_of
 from pipetrain.models.hf.parts import model_parts
 from pipetrain.models.loss import IGNORED, next_token_loss
 from pipetrain.models.spec import spec_of

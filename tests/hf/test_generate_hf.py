@@ -12,7 +12,7 @@ from rounding import rounding
 from tiny import FAMILIES, tiny
 from torch import Tensor
 
-from pipetrain.models.hf.adapter import layers_of
+from pipetrain.models.hf.hf_spec import layers_of
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.stage.past import Past, run_cached
 

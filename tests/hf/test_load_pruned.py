@@ -103,7 +103,8 @@ class Counted:
     read: list[str]
 
     def __init__(self, path: Path, *args: Any, **kwargs: Any) -> None:
-        type(self).opened.append(path.name)
+        if kwargs["framework"] == "pt":  # not who looks at names alone
+            type(self).opened.append(path.name)
         self._file = safe_open(path, *args, **kwargs)
 
     def get_tensor(self, name: str) -> torch.Tensor:
@@ -120,7 +121,7 @@ class Counted:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> type[Counted]:
     Counted.opened, Counted.read = [], []
-    monkeypatch.setattr(pruned, "safe_open", Counted)
+    monkeypatch.setattr("safetensors.safe_open", Counted)
     return Counted
 
 

@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipetrain import Pipeline
 from pipetrain.config.records import ModelConfig
 from pipetrain.models.hf import frame
-from pipetrain.models.hf.adapter import layers_of
 from pipetrain.models.hf.batch_check import BatchCheck, what_mixes_documents
-from pipetrain.models.hf.hf_spec import hf_spec, spec_of_hf
+from pipetrain.models.hf.hf_spec import hf_spec, layers_of, spec_of_hf
 from pipetrain.models.hf.parts import model_parts
 
 LENGTHS = (5, 4, 3)  # of the documents in a sample of 12 tokens

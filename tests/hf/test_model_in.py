@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hf.loops import differing_gradients, loop_step
 from hf.tiny import FAMILIES, VOCABULARY, saved, tiny, tiny_config, token_ids
 from rounding import rounding
@@ -219,6 +220,11 @@ def quantised() -> Any:
     return model
 
 
+def of_kind(family: str, kind: str, **changed: Any) -> Any:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    return getattr(transformers, kind).from_config(transformers.AutoConfig.for_model(family, **sizes, **changed))
+
+
 def without_head() -> Any:
     return tiny("llama").model
 
@@ -234,7 +240,38 @@ BAD_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "layerdrop": (lambda: tiny("opt", layerdrop=0.1), "layerdrop=0.1 leaves out layers by chance"),
     "quantised": (quantised, "the weights of this LlamaForCausalLM are quantised"),
-    "no head": (without_head, "LlamaModel is no causal language model: give one of AutoModelForCausalLM"),
+    "no head": (
+        without_head,
+        "LlamaModel is no causal language model: it ends in no logits of the next token; give one of AutoModelForCausalLM",
+    ),
+    "token classes": (
+        lambda: of_kind("llama", "AutoModelForTokenClassification"),
+        "LlamaForTokenClassification is no causal language model: it ends in no logits",
+    ),
+    "encoder": (
+        lambda: of_kind("t5", "AutoModelForSeq2SeqLM"),
+        "T5ForConditionalGeneration is no causal language model: it has an encoder",
+    ),
+    "masked": (
+        lambda: of_kind("bert", "AutoModelForMaskedLM"),
+        "BertForMaskedLM is no causal language model: its tokens attend to later ones",
+    ),
+    "masked, of one module": (
+        lambda: of_kind("modernbert", "AutoModelForMaskedLM", pad_token_id=0),
+        "ModernBertForMaskedLM is no causal language model: its tokens attend to later ones",
+    ),
+    "decoder in a module that takes no embeddings": (
+        lambda: of_kind("bert", "AutoModelForCausalLM", is_decoder=True),
+        r"BertLMHeadModel cannot be cut into stages: its BertEncoder, which calls the decoder layers, takes no embeddings \(inputs_embeds\)",
+    ),
+    "an embedding per layer": (
+        lambda: tiny("gemma4_text", hidden_size_per_layer_input=8, vocab_size_per_layer_input=61),
+        r"Gemma4ForCausalLM cannot be cut into stages: each decoder layer gets its own embedding of each token \(hidden_size_per_layer_input=8",
+    ),
+    "keys of other layers": (
+        lambda: tiny("gemma4_text", num_kv_shared_layers=2),
+        r"Gemma4ForCausalLM cannot be cut into stages: its last decoder layers use keys and values of earlier ones \(num_kv_shared_layers=2",
+    ),
     "more than hidden": (
         with_shared_embedding,
         "cannot be cut into stages: decoder layer 0 gets first beside the hidden state",
@@ -277,7 +314,15 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any] | None, str]] = {
     ),
     "encoder": (
         {"is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"]},
-        "T5ForConditionalGeneration has an encoder",
+        "T5ForConditionalGeneration is no causal language model; name one",
+    ),
+    "masked": (
+        {"architectures": ["ModernBertForMaskedLM"]},
+        "ModernBertForMaskedLM is no causal language model; name one",
+    ),
+    "classifier": (
+        {"architectures": ["LlamaForSequenceClassification"]},
+        "LlamaForSequenceClassification is no causal language model; model=python trains it, from a function that returns",
     ),
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\)"),
     "no path": (None, "model=hf needs model.path: a folder that save_pretrained of transformers wrote"),

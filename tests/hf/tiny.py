@@ -105,6 +105,150 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 8,
     },
 }
+_HYBRID = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 4}
+_LINEAR = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_EAGER = {"attn_implementation": "eager"}
+_MAMBA = {
+    "state_size": 8,
+    "num_attention_heads": None,
+    "num_key_value_heads": None,
+    "intermediate_size": None,
+    "max_position_embeddings": None,
+    **_EAGER,
+}
+_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_LEARNED = {"num_key_value_heads": None, "intermediate_size": None, "max_position_embeddings": None, "n_positions": 64}
+# Families that are the model in stages, too, in `make test-slow`.
+MORE: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "arcee": {},
+    "biogpt": {
+        "num_key_value_heads": None,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "activation_dropout": 0.0,
+        "layerdrop": 0.0,
+        "pad_token_id": 0,
+    },
+    "bitnet": {},
+    "codegen": {"rotary_dim": 4, **_LEARNED, **_NO_DROPOUT, **_EAGER},
+    "cohere": {},
+    "deepseek_v2": {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_group": 2,
+        "topk_group": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "head_dim": 8,
+        "first_k_dense_replace": 1,
+    },
+    "diffllama": {},
+    "doge": {"keep_window_size": 64},
+    "dots1": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "sliding_window": 8,
+        "layer_types": None,
+    },
+    "ernie4_5": {"head_dim": 8},
+    "ernie4_5_moe": {
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+        "moe_layer_start_index": 1,
+    },
+    "exaone4": {"sliding_window": 8, "sliding_window_pattern": 4},
+    "exaone_moe": {"sliding_window": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "falcon_mamba": _MAMBA,
+    "falcon_h1": {"head_dim": 8, "mamba_d_ssm": 64, **_HYBRID},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "gemma": {"head_dim": 8},
+    "gemma4_text": {  # without embeddings per layer, which stages cannot send
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "sliding_window": 8,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "glm": {"head_dim": 8},
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "head_dim": 8,
+    },
+    "gpt_bigcode": {**_LEARNED, **_NO_DROPOUT},
+    "gptj": {"rotary_dim": 4, **_LEARNED, **_NO_DROPOUT, **_EAGER},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoehybrid": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 24,
+        "layer_types": ["mamba", "attention", "mamba", "attention"],
+        **_HYBRID,
+    },
+    "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+    "helium": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
+    "jamba": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "pad_token_id": 0,
+    },
+    "jetmoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8, "num_key_value_heads": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_multiple_of": 8},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "num_dense_layers": 1,
+        **_EXPERTS,
+    },
+    "mamba": _MAMBA,
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4, **_MAMBA},
+    "minimax": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 4},
+    "minimax_m2": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "ministral": {"head_dim": 8, "sliding_window": 8},
+    "ministral3": {"head_dim": 8},
+    "nemotron": {"head_dim": 8},
+    "olmo3": {"sliding_window": 8},
+    "olmo_hybrid": {},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    "persimmon": {"num_key_value_heads": None},
+    "phi": {"num_key_value_heads": 4},
+    "qwen2_moe": {"shared_expert_intermediate_size": 24, **_EXPERTS},
+    "qwen3_5_moe_text": {"head_dim": 8, "shared_expert_intermediate_size": 24, **_LINEAR, **_EXPERTS},
+    "qwen3_5_text": {"head_dim": 8, **_LINEAR},
+    "seed_oss": {"head_dim": 8, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "stablelm": {},
+    "starcoder2": {"sliding_window": 8, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "vaultgemma": {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, **_EAGER},
+}
 # Families that packed documents are refused for, for reasons that no other family has.
 MIXING: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": 8, "pad_token_id": 0},
@@ -123,7 +267,7 @@ def tiny_config(family: str, **changed: Any) -> PreTrainedConfig:
     """The config of a model with four decoder layers, 32 numbers per token and no dropout; `changed` are keys of its config.json."""
     from transformers import AutoConfig
 
-    keys = {**_SMALL, **(FAMILIES | MIXING)[family], **changed}
+    keys = {**_SMALL, **(FAMILIES | MIXING | MORE)[family], **changed}
     attention = keys.pop("attn_implementation", "sdpa")
     config = AutoConfig.for_model(family, **{key: value for key, value in keys.items() if not _is_left_out(key, value)})
     config._attn_implementation = attention

@@ -30,10 +30,10 @@ RUN = [
 ]
 
 
-def environment(package: pathlib.Path = ROOT) -> dict[str, str]:
-    """The package from `package`, over the network between the hosts."""
-    interface = {"GLOO_SOCKET_IFNAME": DEVICE, "TP_SOCKET_IFNAME": DEVICE}
-    return {**commands.environment(), **interface, "PYTHONPATH": str(package)}
+def environment(package: pathlib.Path = ROOT, interface: str | None = DEVICE) -> dict[str, str]:
+    """The package from `package`, over the network between the hosts; None: over what the command itself chooses."""
+    chosen = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface, "TP_SOCKET_IFNAME": interface}
+    return {**commands.environment(), **chosen, "PYTHONPATH": str(package)}
 
 
 def start_run(
@@ -46,14 +46,15 @@ def start_run(
     ]
 
 
-def start_command(network: Hosts, folder: pathlib.Path, *options: str) -> list[Process]:
+def start_command(network: Hosts, folder: pathlib.Path, *options: str, interface: str | None = DEVICE) -> list[Process]:
     """Starts `pipetrain train` on every host, a rank each, as srun does."""
     number = len(network.hosts)
     where = [f"cluster.num_nodes={number}", "cluster.ranks_per_node=1", f"pipeline.num_stages={number}"]
     where.append(f"cluster.rendezvous={network.hosts[0].address}:{PORT}")
     words = [sys.executable, "-m", "pipetrain.cli", "train", *RUN, *where, *options]
     tasks = ({"SLURM_STEP_NUM_TASKS": str(number), "SLURM_PROCID": str(task)} for task in range(number))
-    return [start(host.command(words), folder, environment() | task) for host, task in zip(network.hosts, tasks)]
+    variables = environment(interface=interface)
+    return [start(host.command(words), folder, variables | task) for host, task in zip(network.hosts, tasks)]
 
 
 def start_torchrun(

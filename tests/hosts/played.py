@@ -93,7 +93,7 @@ def _play_versions(store: Any, absent: set[int], *, with_verdict: bool) -> None:
     """What ranks that are not there would have left when all compare their versions; rank 0 reads it."""
     from pipetrain.comm.versions import own_versions
 
-    prefix = "attempt-0/pipetrain/versions"
+    prefix = "attempt-0/start-0/pipetrain/versions"
     if with_verdict:
         store.set(f"{prefix}/verdict", "the same")
         return
@@ -223,9 +223,12 @@ def _play(connection: Connection, own: int, of: int, num_ranks: int) -> None:
         own,
     )
     edge = min(own, of)
+    monitor = Monitor(own, FailureBoard(None), _SECONDS)
     pairs = [
-        make_pair(PrefixStore(name, store), f"edge/{edge}/{direction}", int(own > of), _SECONDS) for direction in "FB"
+        make_pair(PrefixStore(name, store), f"edge/{edge}/{direction}", int(own > of), f"rank {of}", monitor)
+        for direction in "FB"
     ]
+    chain.concatenate(b"0", "that all ranks are connected")
     agreeing.concatenate(b"%d" % (num_ranks - 1 if own > of else 0), "what all ranks agree on between two steps")
     connection.send(None)
     connection.recv()

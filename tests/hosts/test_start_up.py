@@ -16,7 +16,7 @@ from small_text import make_text
 from torch.distributed import PrefixStore, TCPStore
 
 from pipetrain.comm import address, versions
-from pipetrain.comm.address import Unreachable, check_a_port_is_free, check_can_listen, wait_for
+from pipetrain.comm.address import Unreachable, check_a_port_is_free, interface_to, listener_at, wait_for
 from pipetrain.comm.failure import PipelineError
 from pipetrain.comm.torch_distributed import store_of_this_attempt
 from pipetrain.comm.versions import Versions, check_same, own_versions
@@ -81,9 +81,25 @@ def test_a_port_that_is_taken() -> None:
     with taken() as listener:
         port = listener.getsockname()[1]
         with pytest.raises(Unreachable, match=rf"cannot listen at 127.0.0.1:{port}.*Address already in use.*older run"):
-            check_can_listen("127.0.0.1", port)
-    check_can_listen("127.0.0.1", port)
+            listener_at("127.0.0.1", port)
     check_a_port_is_free()
+
+
+def test_nobody_listens_at_other_addresses_than_that_of_the_rendezvous() -> None:
+    port = unused_port()
+    listener = listener_at("127.0.0.1", port)
+    assert listener is not None
+    with listener:
+        assert listener.getsockname() == ("127.0.0.1", port)
+    assert interface_to("127.0.0.1") == ("lo", "127.0.0.1")
+
+
+def test_a_name_that_leads_to_the_loopback_chooses_no_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /etc/hosts of some systems has the machine's own name: the other machines know it by another address."""
+    there = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.0.1", 9))]
+    monkeypatch.setattr(address.socket, "getaddrinfo", lambda *_args, **_named: there)
+    assert interface_to("node1") is None
+    assert listener_at("node1", unused_port()) is None
 
 
 def test_ranks_that_were_not_told_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:

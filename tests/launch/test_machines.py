@@ -3,14 +3,13 @@
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
 import torch.distributed as dist
-from commands import Process, begin, wait_until
+from commands import Process, begin, free_port, wait_until
 from ranks import NEVER_SECONDS, PATIENCE_SECONDS, run_outcomes
 from resumed import metrics_of, num_steps_of
 from small_text import make_text
@@ -33,13 +32,6 @@ def end_all(processes: list[Process]) -> list[tuple[int, str, str]]:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
     return [(process.returncode, *text) for process, text in zip(processes, texts)]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.mark.slow

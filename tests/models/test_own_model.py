@@ -13,7 +13,7 @@ from pipetrain.config.load import load_config
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import ModelConfig
 from pipetrain.models import own_size
-from pipetrain.models.own import count, cross_entropy
+from pipetrain.models.own import count, cross_entropy, own_loss
 from pipetrain.models.size import ModelSize, size_of
 from pipetrain.models.spec import make_spec
 
@@ -68,11 +68,17 @@ def dies():
 """
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Of all tests here: what one has counted, in a process that loads torch, others find."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(autouse=True)
-def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+def folder(tmp_path: pathlib.Path, cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     (tmp_path / "mine.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     own_size._counted.cache_clear()
@@ -100,18 +106,18 @@ def test_a_changed_file_is_counted_anew(folder: pathlib.Path) -> None:
     assert size_of(of("whole")).num_layers == 3
 
 
-def test_damage_in_the_cache_is_counted_anew(folder: pathlib.Path) -> None:
+def test_damage_in_the_cache_is_counted_anew(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, asked = own_size.as_plain(count(of("whole"))), []
+    monkeypatch.setattr(own_size, "_asked_of_a_child", lambda question: asked.append(question) or answer)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     first = size_of(of("whole"))
     (file,) = (folder / "cache" / "pipetrain" / "layers").iterdir()
-    for damage in (
-        "",
-        "{}",
-        '{"num_layers": 4, "kinds": 5, "tied": []}',
-        '{"num_layers": 9, "kinds": ["a"], "tied": []}',
-    ):
+    damaged = "", "{}", '{"num_layers": 4, "kinds": 5, "tied": []}', '{"num_layers": 9, "kinds": ["a"], "tied": []}'
+    for times, damage in enumerate(damaged, 2):
         file.write_text(damage)
         own_size._counted.cache_clear()
         assert size_of(of("whole")) == first
+        assert len(asked) == times
 
 
 @pytest.mark.parametrize(
@@ -133,7 +139,7 @@ def test_what_is_counted(name: str, size: ModelSize) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("numbers", "a model of type list cannot be cut"),
+        ("numbers", "a model of type list cannot be cut: layer 0 is of type int; give an nn.Sequential"),
         ("dies", "ended with exit code 3"),
         (
             "loss",
@@ -155,7 +161,7 @@ def test_without_torch_a_count_that_is_known_is_enough(monkeypatch: pytest.Monke
     own_size._counted.cache_clear()
     assert size_of(of("whole")) == first
     with pytest.raises(ConfigError, match="counted with torch, which is not installed here"):
-        size_of(of("tied"))
+        size_of(of("whole", "model.args.width=9"))
 
 
 def test_weights_follow_the_seed_and_the_callers_generators_stay() -> None:
@@ -186,6 +192,16 @@ def test_loss_and_count_are_named_like_the_model() -> None:
     assert named.loss_fn is not None
     assert torch.equal(named.loss_fn(output, targets), 2.0 * output.mean())
     assert named.count(targets) == 7
+
+
+def test_a_loss_for_each_row_is_refused_before_a_process_starts() -> None:
+    for typed in (["model.loss=torch.nn:MSELoss"], ["model.loss=torch.nn.functional:mse_loss"]):
+        assert own_loss(of("whole", *typed)) is not None
+        with pytest.raises(ConfigError, match=f"{typed[0]}: reduction=none gives a loss for each row; leave it out"):
+            own_loss(of("whole", *typed, "model.loss_args.reduction=none"))
+    assert own_loss(of("whole")) is None
+    a_module = make_spec(of("whole", "model.loss=torch.nn:MSELoss"), 0).loss_fn
+    assert isinstance(a_module, torch.nn.MSELoss)  # itself: a stage looks at the buffers of a loss
 
 
 @pytest.mark.parametrize("targets", [torch.zeros(2, 3), torch.zeros(4, dtype=torch.int64), {"a": torch.zeros(2)}])

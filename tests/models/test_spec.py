@@ -262,3 +262,24 @@ def test_an_engine_refuses_a_model_without_a_loss(mlp: RunConfig) -> None:
             device=torch.device("cpu"),
             on_event=lambda event: None,
         )
+
+
+@pytest.mark.parametrize(
+    ("layer", "told"),
+    [
+        (nn.Bilinear(2, 2, 2), r"layer 1 \(Bilinear\) takes input1 and input2, and a layer gets one argument"),
+        (nn.MultiheadAttention(4, 2), r"takes query and key and value"),
+        (nn.TransformerDecoderLayer(4, 2), r"takes tgt and memory"),
+    ],
+)
+def test_a_layer_that_takes_two_arguments_is_named(layer: nn.Module, told: str) -> None:
+    for model in ([nn.Linear(2, 2), layer], [lambda: nn.Linear(2, 2), lambda: layer]):
+        with pytest.raises(ValueError, match=told):
+            spec_of(model).build(0, 2)
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.TransformerEncoderLayer(4, 2), nn.LSTM(2, 2), nn.EmbeddingBag(3, 2), nn.Identity()]
+)
+def test_what_has_a_default_is_no_second_argument(layer: nn.Module) -> None:
+    assert spec_of([layer]).build(0, 1) == [layer]

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import pathlib
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 
 import pytest
+from random_plans import layer
 from shows import show
 from test_report import REPORT
+from test_run_page import report_of
+from test_trackers import METRICS
 
 from pipetrain.cli.advice import advice_on
 from pipetrain.cli.main import main
-from pipetrain.config.load import as_yaml, load_config
+from pipetrain.config.load import as_yaml, load_config, read
+from pipetrain.config.records import ObserveConfig
 from pipetrain.monitor.folder import RunFolder
-from pipetrain.monitor.report import write_report
+from pipetrain.monitor.recorder import Recorder
+from pipetrain.monitor.report import measured_and_predicted, write_report
 from pipetrain.plan.plan import Plan
-from pipetrain.plan.profile import Profile
+from pipetrain.plan.profile import LOSS, Profile, read_profile
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import write_csv
+from pipetrain.trainer.prepare import conditions_of
 
 
 def folder_of(path: pathlib.Path, costs: Costs, balance: tuple[int, ...], *keys: str) -> RunFolder:
@@ -91,3 +98,45 @@ def test_without_a_profile_there_is_none(tmp_path: pathlib.Path) -> None:
     assert advice_on(folder) == []
     folder.profile.unlink()
     assert advice_on(folder) == []
+
+
+def test_another_plan_is_advised_by_the_times_of_the_run(tmp_path: pathlib.Path) -> None:
+    """Layers were equal when they were measured; in the run those of stage 1 took four times as long."""
+    costs = Costs.spread(4, forward=[2, 8, 2, 2], backward=[4, 16, 4, 4], recompute=[2, 8, 2, 2])
+    folder = folder_of(tmp_path, costs, (2, 2, 2, 2), "recompute.mode=never")
+    assert not any(one.why.startswith("Another plan") for one in advice_on(folder))
+    layers = (*(layer(number, 1.0, 100, 10, 8) for number in range(8)), layer(8, 0.0, 10, 10, 0, LOSS))
+    folder.layers.write_text(Profile(conditions=conditions_of(read(folder.config)), layers=layers, samples=1).as_json())
+    first, *_ = advice_on(folder)
+    assert first.why == "Another plan, by the op times of this run"
+    assert first.gain >= 0.03
+    assert f"plan.profile={folder.layers}" in first.keys or "pipeline.balance=" in first.keys
+
+
+def profile_after(path: pathlib.Path, slowness: Sequence[float]) -> Costs:
+    """What profile.json says after steps that took so many times as long as the simulated one."""
+    folder = RunFolder(path)
+    (path / "events").mkdir()
+    recorder = Recorder(folder, 0, ObserveConfig(progress=False), num_steps=len(slowness), keep=range(2, 5))
+    recorder.start(
+        "",
+        {"experiment": "smoke"},
+        (Plan((2, 2, 2, 2), (0, 1, 2, 3), 4), show(num_stages=4, num_microbatches=4).schedule),
+    )
+    for step, times in enumerate(slowness, start=1):
+        costs = Costs.spread(4, forward=times, backward=2 * times, recompute=times)
+        last = report_of(show(num_stages=4, num_microbatches=4, costs=costs), step)
+        recorder.end_step(step, replace(METRICS, step=step), last)
+    recorder.finish(REPORT, *measured_and_predicted(last.schedule, last, []), last)
+    recorder.close()
+    costs = read_profile(str(folder.profile)).costs
+    assert costs is not None
+    return costs
+
+
+def test_a_last_step_like_no_other_changes_no_advice(tmp_path: pathlib.Path) -> None:
+    """The op times are medians of the newest steps; those of the start, which warm up, are forgotten."""
+    costs = profile_after(tmp_path, [9.0] * 9 + [1.0] * 8 + [50.0])
+    assert costs.forward == pytest.approx((1.0,) * 4)
+    assert costs.backward == pytest.approx((2.0,) * 4)
+    assert costs.set_bytes == (4e6,) * 4

@@ -19,6 +19,7 @@ from test_run_page import TEXT, page_of, report_of
 
 from pipetrain.monitor.draw.page import html
 from pipetrain.monitor.recorded import RecordedSteps, page_of_run
+from pipetrain.schedule.policy import RecomputePolicy
 
 pytestmark = [
     pytest.mark.slow,
@@ -211,6 +212,23 @@ def test_stages_of_one_rank_are_told_apart(browser: Browser, tmp_path: pathlib.P
     )
     assert colours[0] == [0x4A, 0x90, 0xC4, 255]  # forward
     assert colours[1] not in (colours[0], [255] * 4)
+
+
+def test_a_schedule_is_compared_with_other_numbers_of_sets(browser: Browser, tmp_path: pathlib.Path) -> None:
+    """The one that was asked for stays above; the one below is picked, and memory and causes follow."""
+    asked = show(num_stages=3, num_microbatches=6)
+    others = {
+        f"{sets} sets": show(num_stages=3, num_microbatches=6, recompute=RecomputePolicy(sets=sets)) for sets in (2, 3)
+    }
+    opened(browser, tmp_path, html(asked, others=others))
+    assert text_of(browser, "bars-of") == "3 sets"
+    three, held = of_canvas(browser), of_canvas(browser, "memory")
+    browser.run("document.getElementById('steps').focus()")
+    browser.key("[")
+    assert text_of(browser, "bars-of") == "2 sets"
+    assert of_canvas(browser) != three
+    assert of_canvas(browser, "memory") != held
+    assert browser.run("document.getElementById('picker').innerText").startswith("compare with")
 
 
 def test_nothing_that_a_folder_says_runs(browser: Browser, tmp_path: pathlib.Path) -> None:

@@ -5,7 +5,7 @@ import pathlib
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from pages import panels_in
+from pages import drawn_in, panels_in
 from shows import show
 
 from pipetrain.cli.main import main
@@ -47,6 +47,25 @@ def test_pictures_are_well_formed(shown: Shown, tmp_path: pathlib.Path) -> None:
     write_drawing([shown], tmp_path / "x.html")
     assert "2B3" in {op[2] for op in panels_in((tmp_path / "x.html").read_text())[0]["ops"]}
     assert "http-equiv" not in (tmp_path / "x.html").read_text()
+
+
+def test_a_page_offers_the_schedule_with_other_numbers_of_sets(tmp_path: pathlib.Path) -> None:
+    """Each as `show` itself simulates it."""
+    keys = ["pipeline.num_stages=3", "pipeline.num_microbatches=4", "recompute.mode=overlap"]
+    page = tmp_path / "x.html"
+    assert main(["show", *keys, f"--out={page}"]) == 0
+    (asked,), steps = drawn_in(page.read_text())["fixed"], drawn_in(page.read_text())["steps"]
+    names = [step["panels"][0]["name"] for step in steps]
+    assert names == ["1 activation set per stage", *(f"{sets} activation sets per stage" for sets in (2, 3, 4))]
+    seconds = [step["panels"][0]["seconds"] for step in steps]
+    assert seconds[0] == asked["seconds"]
+    assert seconds == sorted(seconds, reverse=True)
+    for sets in (2, 4):
+        assert main(["show", *keys, f"recompute.sets={sets}", f"--out={page}"]) == 0
+        assert drawn_in(page.read_text())["fixed"][0]["ops"] == steps[sets - 1]["panels"][0]["ops"]
+    for more in (["recompute.mode=never"], ["pipeline.schedule=auto", "pipeline.search_seconds=0"]):
+        assert main(["show", *keys, *more, f"--out={page}"]) == 0
+        assert drawn_in(page.read_text())["steps"] == []
 
 
 def test_tables_are_read_back(shown: Shown, tmp_path: pathlib.Path) -> None:

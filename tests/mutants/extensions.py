@@ -4,6 +4,13 @@ from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a module of Python is taken for the one that the user meant",
+        "pipetrain/config/target.py",
+        "if package else [os.getcwd()]",
+        "if package else sys.path",
+        ("tests/config/test_target.py", "-k", "one_line"),
+    ),
+    Mutant(
         "modules of the current folder are found last",
         "pipetrain/config/target.py",
         "        sys.path.insert(0, os.getcwd())\n",

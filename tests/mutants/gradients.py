@@ -96,7 +96,7 @@ MUTANTS = (
     ),
     Mutant(
         "a share of the optimizer state is loaded by numbers of its own",
-        "pipetrain/optim/zero.py",
+        "pipetrain/optim/optimizer.py",
         "(state := of_weight[weight])",
         '(state := state_dict["state"].get(number))',
         ("tests/train/test_zero.py", "-k", "share"),

@@ -4,6 +4,20 @@ from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a chat that is short goes over into the next one",
+        "pipetrain/data/samples.py",
+        "min(int(self._part.ends[document]), first + self.sequence_length)",
+        "first + self.sequence_length",
+        ("tests/data/test_chats.py",),
+    ),
+    Mutant(
+        "one chat that begins with an answer ends the run",
+        "pipetrain/data/chat_template.py",
+        "                if not number:\n",
+        "                if False:\n",
+        ("tests/data/test_chats.py", "-k", "begins_with_an_answer"),
+    ),
+    Mutant(
         "nan is within a range",
         "pipetrain/config/limits.py",
         "(_is_finite(value) and self.holds(value))",
@@ -96,10 +110,24 @@ MUTANTS = (
         ("tests/data/test_chats.py", "-k", "dropped"),
     ),
     Mutant(
+        "macros of a template may be inside each other without end",
+        "pipetrain/data/template_budget.py",
+        "if self._calls > _MOST_CALLS:",
+        "if False:",
+        ("tests/data/test_template_budget.py", "-k", "itself"),
+    ),
+    Mutant(
+        "a document that takes long is left out",
+        "pipetrain/data/chat_template.py",
+        "except (MemoryError, TooSlow):",
+        "except MemoryError:",
+        ("tests/data/test_template_budget.py", "-k", "time_ends"),
+    ),
+    Mutant(
         "templates are told today's date",
         "pipetrain/data/chat_template.py",
-        "with _pinned(self.date):",
-        "with _pinned(datetime.date.today()):",
+        "with _pinned(self.date, {",
+        "with _pinned(datetime.date.today(), {",
         ("tests/data/test_chats.py", "-k", "what_counts"),
     ),
     Mutant(
@@ -216,7 +244,7 @@ MUTANTS = (
     ),
     Mutant(
         "padding counts in the loss of experts",
-        "pipetrain/models/hf/router.py",
+        "pipetrain/models/hf/hf_spec.py",
         "weights = torch.ones(rows, device=logits.device) if mask is None else mask.reshape(-1).float()",
         "weights = torch.ones(rows, device=logits.device)",
         ("tests/hf/test_causal_loss.py", "-k", "experts"),

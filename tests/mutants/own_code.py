@@ -53,6 +53,27 @@ MUTANTS = (
         ("tests/data/test_own_data.py", "-k", "go_back"),
     ),
     Mutant(
+        "an iterable dataset begins anew in a resumed run",
+        "pipetrain/data/own.py",
+        '        self._reader.dataset.load_state_dict(state["dataset"])\n',
+        "",
+        ("tests/data/test_own_data.py", "-k", "goes_on_from_its_state"),
+    ),
+    Mutant(
+        "an iterable dataset is read again up to where it was",
+        "pipetrain/data/own.py",
+        "            self._stream.load_state_dict(state)\n",
+        "            pass\n",
+        ("tests/data/test_own_data.py", "-k", "goes_on_from_its_state"),
+    ),
+    Mutant(
+        "the guard goes back in an iterable dataset and does not pass over",
+        "pipetrain/data/own.py",
+        "            while self._position < first:  # those",
+        "            while False:  # those",
+        ("tests/data/test_own_data.py", "-k", "goes_on_from_its_state"),
+    ),
+    Mutant(
         "a run without --config-dir finds the files of the one before",
         "pipetrain/config/load.py",
         "    UserFolder.folder = source.folder\n    return",

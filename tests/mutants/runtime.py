@@ -4,6 +4,34 @@ from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a wait for a message is no wait of the thread that computes",
+        "pipetrain/runtime/executor.py",
+        "                with self._lanes.waiting():\n",
+        "                if True:\n",
+        ("tests/runtime/test_host_time.py", "-k", "waits_for_its_message"),
+    ),
+    Mutant(
+        "idle time is left without a cause",
+        "pipetrain/monitor/breakdown.py",
+        "own = (event.waited_seconds, event.ran_seconds, event.stalled_seconds)",
+        "own = (event.waited_seconds, event.ran_seconds, 0.0)",
+        ("tests/schedule/test_schedule_breakdown.py", "-k", "host_says"),
+    ),
+    Mutant(
+        "what the host did while a rank waited for a message is no wait",
+        "pipetrain/monitor/breakdown.py",
+        "            taken = min(left, seconds)\n",
+        "            taken = seconds\n",
+        ("tests/schedule/test_schedule_breakdown.py", "-k", "host_says"),
+    ),
+    Mutant(
+        "what the host does in an op counts as on the way to the next",
+        "pipetrain/comm/lanes.py",
+        "        if self.ahead is None:\n            self._host_time.lap(end)\n",
+        "        if self.ahead is None:\n            pass\n",
+        ("tests/runtime/test_host_time.py", "-k", "way_to_the_next"),
+    ),
+    Mutant(
         "a sum of losses passes for their mean",
         "pipetrain/runtime/losses.py",
         "        if is_mean if self.reduction == MEAN else is_sum:",
@@ -125,8 +153,8 @@ MUTANTS = (
     Mutant(
         "a microbatch that counts nothing is run",
         "pipetrain/runtime/agreement.py",
-        "if weight == 0]",
-        "if weight < 0]",
+        "if weight == 0)",
+        "if weight < 0)",
         ("tests/runtime/test_counting.py", "-k", "plain_loop"),
     ),
     Mutant(
@@ -210,8 +238,8 @@ MUTANTS = (
     Mutant(
         "what a step holds at its end is not looked at",
         "pipetrain/runtime/executor.py",
-        "        self._shared.end_step()\n        self._assert_nothing_is_held()\n",
-        "        self._shared.end_step()\n",
+        "            self._shared.end_step()\n        self._assert_nothing_is_held()\n",
+        "            self._shared.end_step()\n",
         ("tests/runtime/test_nothing_is_held.py", "-k", "is_an_error"),
     ),
     Mutant(
@@ -243,11 +271,11 @@ MUTANTS = (
         ("tests/runtime/test_generation.py::test_a_stage_that_waits_prepares_what_it_can",),
     ),
     Mutant(
-        "a turn begins before its token is known",
+        "a sample that has ended gets more tokens",
         "pipetrain/runtime/generation.py",
-        "while any(waiting is group for waiting, _ in unknown):",
-        "while False:",
-        ("tests/runtime/test_generation.py::test_ranks_make_the_same_text",),
+        "            if self._open[row]:\n",
+        "            if True:\n",
+        ("tests/runtime/test_generation.py::test_a_prompt_ends_where_its_end_token_comes",),
     ),
     Mutant(
         "who chooses gets tensors of inference mode",
@@ -350,8 +378,8 @@ MUTANTS = (
     Mutant(
         "a change keeps what was agreed on calls",
         "pipetrain/runtime/runner.py",
-        "        self._calls = Calls(group.chain, plan",
-        "        self._calls = getattr(self, '_calls', None) or Calls(group.chain, plan",
+        "        self._calls = Calls(group, plan",
+        "        self._calls = getattr(self, '_calls', None) or Calls(group, plan",
         ("tests/runtime/test_change.py", "-k", "whatever and 1-False"),
     ),
     Mutant(
@@ -385,7 +413,7 @@ MUTANTS = (
     Mutant(
         "stages may share a buffer that changes",
         "pipetrain/runtime/runner.py",
-        "            with self._parts.shared.unchanged(is_training=is_training):\n                self._execute(call, step)",
+        "            with self._parts.shared.unchanged(is_training=is_training) if self._has_shared else nullcontext():\n                self._execute(call, step)",
         "            self._execute(call, step)",
         (
             "tests/regressions/test_changing_buffers.py",

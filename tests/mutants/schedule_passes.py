@@ -5,7 +5,7 @@ from mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "early: R goes where no place is free",
-        "pipetrain/schedule/places.py",
+        "pipetrain/schedule/recompute.py",
         "policy, mode=Mode.OVERLAP)",
         "policy, mode=Mode.OVERLAP, sets=4)",
         ("tests/schedule/test_schedule_waits.py", "-k", "early"),
@@ -34,7 +34,7 @@ MUTANTS = (
     Mutant(
         "halves: a family's own place for W is forgotten",
         "pipetrain/schedule/halves.py",
-        "    return _as_given(closed, given), ",
+        "    return as_given, ",
         "    return closed, ",
         ("tests/schedule/test_schedule_families.py", "-k", "zero_bubble or staircase"),
     ),
@@ -47,7 +47,7 @@ MUTANTS = (
     ),
     Mutant(
         "kept sets fill all places although an R needs one",
-        "pipetrain/schedule/places.py",
+        "pipetrain/schedule/recompute.py",
         "                for place in range(read, end + 1):\n                    self._needed[place] += 1\n",
         "",
         ("tests/schedule/test_schedule_waits.py", "tests/schedule/test_schedule_families.py"),

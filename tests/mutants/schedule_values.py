@@ -27,14 +27,14 @@ MUTANTS = (
     Mutant(
         "the bound forgets that sets lie in places",
         "pipetrain/schedule/bound.py",
-        "least = max(least, self.head(stage) + lives / places + outside)",
+        "least = max(least, self.head(stage) + max(lives / places, copies) + outside)",
         "least = 0.0",
         ("tests/schedule/test_schedule_time.py", "-k", "place_time or lives"),
     ),
     Mutant(
         "the bound gives each set a place of its own",
         "pipetrain/schedule/bound.py",
-        "lives / places + outside",
+        "max(lives / places, copies) + outside",
         "lives + outside",
         ("tests/schedule/test_schedule_time.py", "-k", "bounded_by_the_work"),
     ),
@@ -102,10 +102,17 @@ MUTANTS = (
         ("tests/schedule/test_replica_reduces.py", "-k", "apart"),
     ),
     Mutant(
-        "a pair of torch's file is read backward first",
+        "a file may have a stage on any rank",
+        "pipetrain/schedule/check.py",
+        "    if shape.stage_ranks[op.stage] != rank:\n",
+        "    if False:\n",
+        ("tests/schedule/test_schedule_csv.py", "-k", "bad_files"),
+    ),
+    Mutant(
+        "a pair of torch's file is refused without a word of what to write",
         "pipetrain/schedule/csv_file.py",
-        "    return first, second\n",
-        "    return second, first\n",
+        "    if _PAIR in cell:\n",
+        "    if False:\n",
         ("tests/schedule/test_schedule_csv.py", "-k", "pairs"),
     ),
     Mutant(
@@ -125,8 +132,8 @@ MUTANTS = (
     Mutant(
         "an order that was found is not run",
         "pipetrain/schedule/make.py",
-        "    if spec.order is not None:\n        return held_to",
-        "    if False:\n        return held_to",
+        "        if spec.order is not None:\n            return held_to",
+        "        if False:\n            return held_to",
         ("tests/plan/test_search.py", "-k", "reached"),
     ),
     Mutant(

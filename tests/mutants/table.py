@@ -1,6 +1,7 @@
 """All mutants, in the order in which CI takes turns."""
 
 from mutants import (
+    estimates,
     extensions,
     gradients,
     messages,
@@ -9,8 +10,10 @@ from mutants import (
     planning,
     runs,
     runtime,
+    schedule_copies,
     schedule_passes,
     schedule_values,
+    security,
     stage_layers,
     stage_sets,
 )
@@ -26,7 +29,10 @@ _TABLES = (
     models_and_data,
     runs,
     planning,
+    estimates,
     extensions,
     own_code,
+    schedule_copies,
+    security,
 )
 MUTANTS = tuple(mutant for table in _TABLES for mutant in table.MUTANTS)

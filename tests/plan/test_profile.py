@@ -41,7 +41,9 @@ def test_a_file_that_is_none_is_named(run: Path, text: str) -> None:
 
 
 def test_no_profile_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"plan.profile=.*profile.json is not there; a run writes it when it ends"):
+    with pytest.raises(
+        ValueError, match=r"plan.profile=.*profile.json is not there; a run of engine=native writes it at its end"
+    ):
         read_profile(str(tmp_path))
 
 

@@ -24,7 +24,7 @@ from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.search import search
 from pipetrain.schedule.search.list_order import Effort, OrderProblem, climb, list_order
 from pipetrain.schedule.search.polish import Polished, polish
-from pipetrain.schedule.search.search import CachedOrder, FoundSchedule, best_schedule, cache_folder, write_order
+from pipetrain.schedule.search.search import CachedOrder, FoundSchedule, best_schedule, write_order
 from pipetrain.schedule.simulate import simulate
 
 RULE_ALONE = Effort(0)
@@ -285,10 +285,3 @@ def test_nothing_is_kept_where_nothing_may_be_written(tmp_path: Path) -> None:
     (tmp_path / "orders").write_text("a file")
     cell = Cell(3, 4, 0, 1, 0)
     best_schedule(dataclasses.replace(cell.spec, order=None), cell.costs, A_LITTLE, tmp_path / "orders")
-
-
-def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/some/where")
-    assert cache_folder() == Path("/some/where/pipetrain/orders")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder() == Path.home() / ".cache/pipetrain/orders"

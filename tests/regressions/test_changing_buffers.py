@@ -129,19 +129,6 @@ def grow_late(layer: Any) -> None:
 LATE: list[int] = []
 
 
-def test_a_buffer_that_the_first_forward_registers() -> None:
-    """Symptom: R registered it again, or read the value of the last forward. Cause: buffers were listed before it."""
-
-    class Registers(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if not hasattr(self, "count"):
-                self.register_buffer("count", torch.zeros(()))
-            self.count += 1
-            return x * x * self.count
-
-    check_state(lambda: [Registers(), nn.Linear(4, 4)])
-
-
 def test_a_module_with_a_changing_buffer_used_twice() -> None:
     """Symptom: gradients 26 % off; with spectral_norm not bit-equal.
 

@@ -117,20 +117,6 @@ def test_gradient_inside_a_layer_with_state(recompute: RecomputePolicy) -> None:
     check(lambda: [nn.Linear(4, 4), Counts(), nn.Linear(4, 4)], recompute=recompute, stages=1)
 
 
-@EVERY_MODE
-def test_gradient_inside_the_loss(recompute: RecomputePolicy) -> None:
-    """Symptom: a loss with a gradient penalty updated the BatchNorm of its stage once too often.
-
-    Cause: as above; the loss is the last layer of its stage.
-    """
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        (slope,) = torch.autograd.grad(output.pow(3).sum(), output, create_graph=True)
-        return mean_square(output, target) + slope.square().mean()
-
-    check(lambda: [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)], recompute=recompute, loss=loss)
-
-
 class FromTheThirdOn(Penalty):
     """Takes a gradient from its third forward on."""
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-import tempfile
-from dataclasses import replace
 
 import pytest
 from beside_the_loop import mean_square
 from torch import nn
 
-from pipetrain.config.load import load_config
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.make import make_schedule
-from pipetrain.schedule.op import Kind
-from pipetrain.trainer.prepare import prepare
 
 
 @pytest.mark.parametrize("field", ["forward", "backward", "recompute", "hop", "input_gradient", "weight_gradient"])
@@ -40,20 +35,6 @@ def test_a_schedule_that_is_too_large_is_refused() -> None:
         make_schedule(num_stages=99999999, num_microbatches=1)
     with pytest.raises(ValueError, match=r"num_microbatches=99999999 with 4 stages.*=32768"):
         make_schedule(num_stages=4, num_microbatches=99999999)
-
-
-def test_what_does_not_run_yet_is_refused_before_a_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Symptom: a run whose schedule has I and W was refused by its ranks, after its run folder was made.
-
-    Cause: only the executor knew which kinds of ops it runs.
-    """
-    monkeypatch.setitem(vars(Kind.W), "row", replace(Kind.W.row, runs=False))  # today it runs
-    with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
-        file.write("0F0,0I0,0W0\n")
-        file.flush()
-        options = ["experiment=smoke", f"pipeline.schedule={file.name}", "pipeline.num_microbatches=1"]
-        with pytest.raises(ValueError, match="0W0: the runtime does not run W yet, only F, R, B, I, CALL, SEND_F"):
-            prepare(load_config([*options, "pipeline.num_stages=1", "recompute=never"]))
 
 
 def test_a_state_of_another_model() -> None:

@@ -228,21 +228,8 @@ def some_on_ranks(num_ranks: int) -> list[Case]:
     ]
 
 
-def all_on_ranks(num_ranks: int) -> list[Case]:
-    found = [case(schedule=schedule, recompute=mode) for schedule in ("gpipe", "1f1b", "zb-h1") for mode in Mode]
-    found += [case(schedule="interleaved", stages_per_rank=2, recompute=mode) for mode in Mode]
-    found += [case(schedule="auto"), case(recompute=RecomputePolicy(segments=2))]
-    return [*found, *some_on_ranks(num_ranks), case(all_kinds, schedule="1f1b", recompute="never")]
-
-
 def test_over_ranks() -> None:
     assert run_ranks(2, run_cases, some_on_ranks, 2) == [5] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_over_ranks_in_every_schedule(num_ranks: int) -> None:
-    assert run_ranks(num_ranks, run_cases, all_on_ranks, num_ranks) == [24] * num_ranks
 
 
 def of_two_replicas() -> tuple[Tensor, Tensor]:

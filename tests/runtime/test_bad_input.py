@@ -22,6 +22,7 @@ from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.families import Shape, gpipe, one_forward_one_backward
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind, Op
+from pipetrain.schedule.policy import RecomputePolicy
 
 
 def linears(count: int = 3) -> list[nn.Module]:
@@ -92,12 +93,14 @@ ARGUMENTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "shared parameter": (shared_by_three_stages(), {}, r"0.weight of stage 0, 1.weight of stage 1, 2.weight of stage 2 are one parameter: two stages may share one, not 3"),
     "memory of another stage": (in_one_memory(), {}, r"0.weight of stage 0 and 2.weight of stage 2 lie in one memory"),
     "a layer three times": (linears(1) * 3, {}, r"0.weight of stage 0, 1.weight of stage 1, 2.weight of stage 2 are one parameter: two stages"),
-    "of inference mode": (made_for_inference(), {}, r"[012].weight was made under torch.inference_mode\(\), so it cannot be trained"),
+    "of inference mode": (made_for_inference(), {}, r"layer [012] \(\w+\).weight was made under torch.inference_mode\(\), so it cannot be trained"),
     "a plan for other ranks": (linears(4), {"plan": make_plan(4, placement=[0, 1, 1, 0])}, r"plan: it is for 2 ranks, and there are 3"),
     "a plan and another balance": (linears(), {"plan": make_plan(3, num_ranks=3), "balance": [1, 2]}, r"balance=\[1, 2\]: the plan says \[1, 1, 1\]"),
     "a plan of replicas": (linears(), {"plan": make_plan(3, num_ranks=3, num_replicas=2)}, r"num_replicas=2: 3 ranks make no 2 replicas of equal size"),
     "a schedule of other ranks": (linears(), {"schedule": make_schedule(num_stages=3, placement=[2, 0, 1], num_microbatches=8)}, r"give a plan with its placement too, as in plan=make_plan\(..., placement=\[2, 0, 1\]\)"),
     "a generator of unknown stages": (linears(), {"schedule": of_five_stages}, r"^ValueError: generator of_five_stages, rank 0: 4F0 is of stage 4; allowed are 0 to 2 \(pipeline.num_stages=3\)$"),
+    "copies of sets": (linears(), {"recompute": RecomputePolicy(offload="auto")}, r"offload=auto: only `pipetrain show` knows copies of sets so far; use offload=none"),
+    "a schedule with copies": (linears(), {"schedule": make_schedule(num_stages=3, num_microbatches=8, recompute=RecomputePolicy(offload="always"))}, r"use offload=none, or a schedule without them"),
     "not a schedule": (linears(), {"schedule": 5}, r"pipeline.schedule=5: give the name of a family, a path"),
     "stage without parameters": ([*linears(2), nn.Tanh()], {}, r"stage 2 the layers 2 to 2 \(Tanh\).*no parameters"),
     "callable that returns no layer": ([lambda: nn.Linear(8, 8)] * 2 + [lambda: 3], {}, r"callable for layer 2 returned a int"),

@@ -1,4 +1,4 @@
-"""What may cross the cut between two stages, and what a step may be given."""
+"""What a step may be given, and which of its layers need no gradient."""
 
 from __future__ import annotations
 
@@ -27,67 +27,6 @@ class Apply(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.function(x, torch.tanh(self.linear(self.pick(x))))
-
-
-STRUCTURES: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Tensor]]] = {
-    "tuple": (lambda x, y: (y, y * 2), lambda x: x[0] + x[1]),
-    "nested dict": (
-        lambda x, y: {"a": y, "b": (y * 2, [y.sum(1, keepdim=True)])},
-        lambda x: x["a"] + x["b"][0] * x["b"][1][0],
-    ),
-    "plain values": (lambda x, y: (y, None, 3, 0.5, "word", True), lambda x: x[0] * x[2] * x[3]),
-    "int tensor": (lambda x, y: (y, y.argmax(1)), lambda x: x[0] + x[1][:, None]),
-    "bool tensor": (lambda x, y: (y, y > 0), lambda x: torch.where(x[1], x[0], x[0] * 0.1)),
-    "expanded": (lambda x, y: (y, y[:, :1].expand(-1, 8)), lambda x: x[0] * x[1]),
-    "expanded rows": (lambda x, y: (y, torch.ones(1, 8).expand(y.shape[0], 8)), lambda x: x[0] * x[1]),
-    "same tensor twice": (lambda x, y: (y, y), lambda x: x[0] * x[1]),
-    "a view and its base": (lambda x, y: (y, y[:, ::2]), lambda x: x[0] + x[1].repeat(1, 2)),
-    "transposed": (lambda x, y: (y.t().contiguous().t(), y), lambda x: x[0] * x[1]),
-    "unused": (lambda x, y: (y, y * 3), lambda x: x[0]),
-    "detached": (lambda x, y: (y, (y * 3).detach()), lambda x: x[0] + x[1]),
-    "scalar": (lambda x, y: (y, y.mean()), lambda x: x[0] * x[1]),
-    "empty": (lambda x, y: (y, y[:, :0]), lambda x: x[0] + x[1].sum()),
-    "float64": (lambda x, y: (y, y.double()), lambda x: x[0] + x[1].float()),
-    "bfloat16": (lambda x, y: (y, y.bfloat16()), lambda x: x[0] + x[1].float()),
-    "complex": (lambda x, y: (y, torch.complex(y, y * 2)), lambda x: x[0] + x[1].imag),
-}
-
-
-class UsedLater(nn.Module):
-    """Passes on a tensor with a gradient that only some stages use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.used(x), self.unused(x)
-
-
-def structures(num_ranks: int) -> list[Case]:
-    cases = []
-    for name, (make, take) in STRUCTURES.items():
-
-        def layers(make: Any = make, take: Any = take) -> list[nn.Module]:
-            middle = [Apply(make, take) for _ in range(3)]
-            return [Apply(make), *middle, Apply(lambda x, y: y, take), nn.Linear(8, 8)]
-
-        for mode in ("never", "overlap"):
-            cases.append(Case(f"{name}, {mode}", layers, lambda: rows(9, 9, 8), options={"recompute": mode}))
-    cases.append(
-        Case(
-            "no gradient for a whole layer",
-            lambda: [UsedLater(), Apply(lambda x, y: y, lambda x: x[0]), nn.Linear(8, 8)],
-            lambda: rows(8, 8),
-        )
-    )
-    return cases
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_structures_at_the_cut(num_ranks: int) -> None:
-    run_ranks(num_ranks, run_cases, structures, num_ranks)
 
 
 # What a step may be given ---------------------------------------------------------------------------------------------

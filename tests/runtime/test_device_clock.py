@@ -99,8 +99,11 @@ def test_the_first_comparison_is_waited_for() -> None:
 def test_a_report_says_what_its_device_tells() -> None:
     """The error of the ranks' clocks and of the device's add up; memory that a device does not tell of is None."""
     recording = Recording(lambda: (), lambda: True, lambda: 0.25)
-    told = measure_rank(1, 7, recording, Clock(1.0, 0.5), {}, 10, DeviceMemory(20, 30, 1000), 40, 8)
-    silent = measure_rank(0, 7, recording, Clock(0.0, 0.0), {}, 10, DeviceMemory(20), None, 8)
+    known = {"step": 7, "peak_activation_bytes": 10, "peak_stage_bytes": 8}
+    told = measure_rank(
+        recording, Clock(1.0, 0.5), {}, DeviceMemory(20, 30, 1000), rank=1, communicator_bytes=40, **known
+    )
+    silent = measure_rank(recording, Clock(0.0, 0.0), {}, DeviceMemory(20), rank=0, communicator_bytes=None, **known)
     ranks = [RankReport.from_json(report.to_json()) for report in (told, silent)]
     assert ranks == [told, silent]
     report = Report.of(ranks, make_schedule(num_stages=2, num_microbatches=1))

@@ -6,6 +6,7 @@ import ctypes
 import os
 import random
 import re
+import select
 import signal
 import socket
 import threading
@@ -20,9 +21,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity_cases import mean_square, rows
-from ranks import NEVER_SECONDS, PATIENCE_SECONDS, Outcome, run_outcomes, time_out_once
+from ranks import NEVER_SECONDS, PATIENCE_SECONDS, Outcome, run_outcomes, run_ranks, time_out_once
 from torch import Tensor, nn
 
+from pipetrain.comm.failure import FailureBoard, Monitor
 from pipetrain.comm.group import Group
 from pipetrain.runtime.pipeline import Pipeline
 
@@ -248,13 +250,103 @@ def with_a_store_on_rank_0(port: int, harm: Callable[[], None], at_rank: int, wh
     train(harm, at_rank, when, {})
 
 
+def while_others_connect(port: int, path: str) -> None:
+    """Rank 0 is killed where it waits for ranks 1 and 2, which still connect."""
+    from pipetrain.comm import gloo
+
+    rank = dist.get_rank()
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    make_pair, first = gloo.make_pair, os.pidfd_open(int(pids[0]))
+
+    def make_late(store: Any, name: str, *rest: Any) -> Any:
+        if name == "edge/1/B":
+            (Path(path) / f"rank-{rank}").touch()
+            if rank == 1:
+                wait_for_file(Path(path) / "rank-2", PATIENCE_SECONDS)
+                os.kill(int(pids[0]), signal.SIGKILL)
+            assert select.select([first], [], [], PATIENCE_SECONDS)[0], "rank 0 lives"
+        return make_pair(store, name, *rest)
+
+    gloo.make_pair = make_late
+    with_a_store_on_rank_0(port, kill_it, 0, {"forward": 1})
+    raise AssertionError(f"rank {rank} trained")
+
+
+def with_one_that_connects_late(path: str) -> None:
+    """Rank 2 waits a second for rank 0 to begin, which does not wait for it."""
+    from pipetrain.comm import gloo
+
+    make_pair, begun = gloo.make_pair, Path(path) / "begun"
+
+    def make_late(store: Any, name: str, *rest: Any) -> Any:
+        if dist.get_rank() == 2:
+            wait_for_file(begun, 1.0)
+        assert not begun.exists(), "rank 0 trains while rank 2 connects"
+        return make_pair(store, name, *rest)
+
+    gloo.make_pair = make_late
+    train(begun.touch, 0, {"forward": 1}, {}, steps=1)
+    assert dist.get_rank() != 0 or begun.exists()
+
+
+def test_nobody_trains_before_all_are_connected(tmp_path: Path) -> None:
+    """So that a rank that dies in a step is gone for its neighbours, and not one that did not come."""
+    run_ranks(3, with_one_that_connects_late, str(tmp_path))
+
+
+def wait_for_file(path: Path, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+def test_the_rank_that_hosts_the_store_is_killed_while_others_connect(tmp_path: Path) -> None:
+    outcomes = run_outcomes(3, while_others_connect, free_port(), str(tmp_path))
+    assert_gone(outcomes)
+    assert outcomes[0].exit_code == -signal.SIGKILL
+    for outcome in outcomes[1:]:
+        assert re.search(r"rank 0 is gone: rank [12] lost .* for edge/1/B", last_line(outcome, "PipelineError"))
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (
+            RuntimeError("[a/b.cc:9] Connection reset by peer"),
+            r"rank 1 is gone: rank 2 lost its connection in edge/0/F \(",
+        ),
+        (
+            dist.DistNetworkError("Broken pipe\nframe #0"),
+            r"rank 0 is gone: rank 2 lost .* store .* for edge/0/F \(Broken pipe\)",
+        ),
+        (
+            dist.DistStoreError("wait timeout after 5ms"),
+            "no connection for edge/0/F within 5 s .*: rank 1 did not start",
+        ),
+    ],
+    ids=repr,
+)
+def test_who_is_named_where_a_connection_cannot_be_made(error: RuntimeError, says: str) -> None:
+    """The rank that holds the store, the one at the other end, or whoever has failed before."""
+    assert re.match(says, str(Monitor(2, FailureBoard(None), 5.0).unmet("edge/0/F", "rank 1", error)))
+    board = FailureBoard(None)
+    board.post("rank 3 failed")
+    told = str(Monitor(2, board, 5.0).unmet("edge/0/F", "rank 1", error))
+    assert told == "rank 3 failed (rank 2 ends; rank 2 connects edge/0/F with rank 1)"
+
+
 @pytest.mark.quick("{'forward': 3}")
 @pytest.mark.parametrize("when", [{"forward": 3}, {"backward": 2}], ids=str)
 def test_the_rank_that_hosts_the_store_is_killed(when: dict[str, int]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    outcomes = run_outcomes(3, with_a_store_on_rank_0, port, kill_it, 0, when)
+    outcomes = run_outcomes(3, with_a_store_on_rank_0, free_port(), kill_it, 0, when)
     assert_gone(outcomes)
     assert outcomes[0].exit_code == -signal.SIGKILL
     for outcome in outcomes[1:]:

@@ -1,4 +1,4 @@
-"""Text token by token over stages equals the whole model on the whole text, whatever the prompts, the groups and the ranks."""
+"""Text token by token over stages equals the whole model on the whole text, whatever the prompts and the ranks."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_stages_in_parts_make_the_same_text() -> None:
     assert all(map(torch.equal, made, greedy("llama", 30)))
 
 
-def _on_a_rank(name: str, num_groups: int, placement: str) -> tuple[list[Tensor], list[tuple[int, int]], list[Tensor]]:
+def _on_a_rank(name: str, placement: str) -> tuple[list[Tensor], list[tuple[int, int]], list[Tensor]]:
     told: list[tuple[int, int]] = []
     recorded = Recorded()
     num_ranks = torch.distributed.get_world_size()
@@ -110,39 +110,31 @@ def _on_a_rank(name: str, num_groups: int, placement: str) -> tuple[list[Tensor]
         made = pipeline.generate(
             SEVERAL if pipeline.is_first else None,
             max_new_tokens=30,
-            num_groups=num_groups,
             on_token=lambda *token: told.append(token),
             choose=recorded,
         )
-        ends = [int(made[0][2]), int(made[1][9])]  # so groups end at different turns
-        again = pipeline.generate(
-            SEVERAL if pipeline.is_first else None, max_new_tokens=20, num_groups=num_groups, eos=ends
-        )
+        ends = [int(made[0][2]), int(made[1][9])]
+        again = pipeline.generate(SEVERAL if pipeline.is_first else None, max_new_tokens=20, eos=ends)
         assert list(map(len, again)) == [_length_until(ends, tokens, 20) for tokens in made]
         assert all(torch.equal(short, long[: len(short)]) for short, long in zip(again, made))
         return made, told, recorded.logits if pipeline.is_last else []
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "name", "num_groups", "placement"),
-    [(3, "llama", 3, "loop"), (3, "gpt2", 2, "loop"), (2, "llama", 2, "v")],
+    ("num_ranks", "name", "placement"), [(3, "llama", "loop"), (3, "gpt2", "loop"), (2, "llama", "v")]
 )
-def test_ranks_make_the_same_text(num_ranks: int, name: str, num_groups: int, placement: str) -> None:
+def test_ranks_make_the_same_text(num_ranks: int, name: str, placement: str) -> None:
     """Each rank knows all tokens, in one order; the logits are those of the whole model."""
-    outcomes = run_ranks(num_ranks, _on_a_rank, name, num_groups, placement)
+    outcomes = run_ranks(num_ranks, _on_a_rank, name, placement)
     logits = next(logits for _, _, logits in outcomes if logits)
     for made, told, _ in outcomes:
         assert all(map(torch.equal, made, greedy(name, 30)))
         assert told == outcomes[0][1]
         for number, tokens in enumerate(made):
             assert [token for sample, token in told if sample == number] == tokens.tolist()
-    steps: list[list[Tensor]] = [[] for _ in SEVERAL]
-    samples = {1: [[0, 1, 2]], 2: [[0, 1], [2]], 3: [[0], [1], [2]]}[num_groups]
-    for turn, rows in enumerate(logits):
-        for sample, row in zip(samples[turn % num_groups], rows, strict=True):
-            steps[sample].append(row)
-    for prompt, tokens, own in zip(SEVERAL, outcomes[0][0], steps, strict=True):
-        assert_close(torch.stack(own), whole_model(name, prompt, tokens), length=len(prompt) + 30)
+    for row, (prompt, tokens) in enumerate(zip(SEVERAL, outcomes[0][0], strict=True)):
+        own = torch.stack([step[row] for step in logits])
+        assert_close(own, whole_model(name, prompt, tokens), length=len(prompt) + 30)
 
 
 def _killed(at_rank: int) -> None:
@@ -154,7 +146,7 @@ def _killed(at_rank: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         seen: list[int] = []
-        pipeline.generate(SEVERAL, max_new_tokens=1000, num_groups=3, on_token=on_token)
+        pipeline.generate(SEVERAL, max_new_tokens=1000, on_token=on_token)
 
 
 @pytest.mark.quick("1")
@@ -299,7 +291,7 @@ def test_drawn_tokens_depend_on_the_seed_alone() -> None:
     with Pipeline(model_of("llama"), stages_per_rank=2) as pipeline:
         draw = functools.partial(pipeline.generate, max_new_tokens=25, temperature=1.0, top_k=40, top_p=0.9)
         together = draw(SEVERAL, seed=3)
-        assert all(map(torch.equal, together, draw(SEVERAL, seed=3, num_groups=3)))
+        assert all(map(torch.equal, together, draw(SEVERAL, seed=3)))
         assert torch.equal(together[0], draw(SEVERAL[:1], seed=3)[0])
         assert not torch.equal(together[0], draw(SEVERAL[:1], seed=4)[0])
 
@@ -331,7 +323,6 @@ def _of_layers(*layers: nn.Module, **options: Any) -> list[Tensor]:
         ({"prompts": {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 3)}}, "the same shape"),
         ({"max_new_tokens": 0}, "max_new_tokens=0: at least 1"),
         ({"max_new_tokens": 1.5}, "max_new_tokens=1.5"),
-        ({"num_groups": 2}, "num_groups=2: there are 1 prompts"),
         ({"context": 1}, "context=1: at least 2"),
         ({"eos": [-1]}, "eos has -1"),
         ({"temperature": -1.0}, "temperature=-1.0"),
@@ -403,7 +394,7 @@ def test_the_chances_of_tokens() -> None:
 
 def test_tokens_are_drawn_by_their_chances() -> None:
     logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(4000, 4)
-    drawn = Sampling(1.0, seed=7).draw(logits, range(4000), 0)
+    drawn = Sampling(1.0, seed=7).draw(logits, 0)
     counts = drawn.bincount(minlength=4) / 4000
     torch.testing.assert_close(
         counts, torch.tensor([0.1, 0.4, 0.2, 0.3]), atol=0.04, rtol=0

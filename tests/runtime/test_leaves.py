@@ -13,6 +13,7 @@ from one_rank import make_stages, run_step
 from parity_cases import Case, check_case, mean_square, rows
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from pipetrain.runtime.pipeline import Pipeline
@@ -85,6 +86,19 @@ class MakesParameter(nn.Linear):
         return super().forward(x) * self.scale
 
 
+class LeavesLoss(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = super().forward(x)
+        self.aux = [hidden.square().mean()]
+        return hidden
+
+
+class LeavesOutput(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = super().forward(x)
+        return self.hidden.tanh()
+
+
 class Returns(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -129,10 +143,12 @@ REFUSED: dict[str, tuple[Callable[[], Sequence[nn.Module]], str]] = {
     "a global": (lambda: with_last(lambda: UsesGlobal(8, 8)), rf"^layer 1 \(UsesGlobal\) {NO_PARAMETER} \(in_global.GLOBAL of UsesGlobal\)"),
     "a buffer": (lambda: with_last(HasBuffer), rf"^layer 1 \(HasBuffer\) {NO_PARAMETER} \(buffer 1.scale\)"),
     "made in the first forward": (lambda: with_last(lambda: MakesParameter(8, 8)), r"^layer 1 \(MakesParameter\) makes the parameter 1.scale in its forward.*in __init__"),
+    "a loss in an attribute": (lambda: with_last(lambda: LeavesLoss(8, 8)), r"^layer 1 \(LeavesLoss\) leaves in its attribute aux a tensor whose graph .*add_loss"),
     "returned as it is": (lambda: with_last(Returns), r"^layer 1 \(Returns\) uses a tensor \[2, 8\].*\(held\[0\] of Returns\)"),
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:.*changes its attribute")
 @both_modes
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_a_leaf_that_is_no_parameter_of_the_stage(name: str, mode: str) -> None:
@@ -203,16 +219,40 @@ RIGHT: dict[str, Callable[[], Sequence[nn.Module]]] = {
     "a leaf made and used": lambda: [nn.Linear(8, 8), nn.Linear(8, 8), nn.Sequential(Detached(8, 8), nn.Tanh())],
     "a leaf made and returned": lambda: [nn.Linear(8, 8), Detached(8, 8), nn.Linear(8, 8)],
     "tied in one stage": tied_in_one_stage,
+    "left in an attribute, and used": lambda: [nn.Linear(8, 8), nn.Linear(8, 8), LeavesOutput(8, 8)],
     "parametrised": lambda: [*(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)) for _ in range(3))],
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*takes a gradient inside its forward")
+@pytest.mark.filterwarnings("ignore:.*takes a gradient inside its forward", "ignore:.*changes its attribute")
 @both_modes
 @pytest.mark.parametrize("name", list(RIGHT))
 def test_leaves_that_are_as_in_the_plain_loop(name: str, mode: str) -> None:
     options = {**TWO_STAGES, "balance": [1, 2], "recompute": MODES[mode]}
     check_case(Case(name, RIGHT[name], lambda: rows(8, 9), options=options))
+
+
+def test_a_loss_reads_what_its_stage_leaves() -> None:
+    last = LeavesLoss(8, 8)
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8), last]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return mean_square(output, target) + last.aux[0]
+
+    with Pipeline(layers, loss, num_microbatches=4, recompute="never", **TWO_STAGES) as pipeline:
+        pipeline.step(*rows(8)[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*changes its attribute", "ignore:.*weight_norm.*deprecated")
+@both_modes
+def test_weights_that_torch_leaves_in_attributes(mode: str) -> None:
+    layers = [
+        nn.utils.spectral_norm(nn.Linear(8, 8)),
+        nn.utils.weight_norm(nn.Linear(8, 8)),
+        prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5),
+    ]
+    with Pipeline(layers, mean_square, num_microbatches=4, recompute=MODES[mode], **TWO_STAGES) as pipeline:
+        pipeline.step(*rows(8)[0])
 
 
 def test_a_regulariser_over_the_last_stage_alone() -> None:

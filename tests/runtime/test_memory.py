@@ -174,6 +174,39 @@ def test_the_meter_agrees_with_the_live_storages(keep: bool) -> None:
     assert meter.current_bytes == 0
 
 
+class _Outside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x = x.tanh()
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.x
+
+
+class HoldsOutside(nn.Linear):
+    """What its Function holds is in no saved tensor, so that the graph of R would hold it a second time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Outside.apply(super().forward(x))
+
+
+@pytest.mark.filterwarnings("ignore:layer 0.*holds 65536 bytes")
+@pytest.mark.parametrize("kind", [nn.Linear, HoldsOutside])
+def test_all_that_r_leaves_is_its_set(kind: type[nn.Linear]) -> None:
+    meter, x = ActivationMeter(), torch.randn(64, 256)
+    layers = [kind(256, 256), nn.Linear(256, 256), nn.Tanh()]
+    meter.exclude([weight for layer in layers for weight in layer.parameters()])
+    stage = Stage(0, layers, first_layer=0, device=CPU, meter=meter)
+    for number in range(3):
+        stage.forward(number, given(number, x), keep=False, prove=not number)
+        known, counted = set(storages()), meter.current_bytes
+        stage.recompute(number)
+        assert number == 0 or bytes_alive(known) == meter.current_bytes - counted > 0
+        stage.backward(number, (x,))
+
+
 def test_a_storage_counts_once_and_weights_do_not() -> None:
     meter = ActivationMeter()
     weight = torch.zeros(100)

@@ -12,7 +12,7 @@ from replica_models import MICROBATCHES, SHAPES, assert_replicas_equal, batch, d
 from rounding import rounding
 from torch import Tensor, nn
 
-from pipetrain.optim.zero import ShardedOptimizer
+from pipetrain.optim.optimizer import ShardedOptimizer
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.op import Lane

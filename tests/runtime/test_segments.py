@@ -30,8 +30,6 @@ def in_parts(num_stages: int) -> list[Case]:
         for segments, sets in ((2, None), (2, 1.5), (2, 2), ("sqrt", 1), ("layers", None)):
             for schedule in ("gpipe", "1f1b"):
                 policy = RecomputePolicy(mode=mode, segments=segments, sets=sets)
-                if (sets or 0) > max(1, num_stages - 1):  # more than a stage has in flight is told in a warning
-                    continue
                 options = {"recompute": policy, "balance": UNEVEN[num_stages], "schedule": schedule}
                 cases.append(
                     Case(

@@ -6,8 +6,6 @@ compute, and the queue of `late` (an op) gets its turn only when no other has on
 
 from __future__ import annotations
 
-import dataclasses
-
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.schedule import Schedule
@@ -182,7 +180,7 @@ class Oracle:
         self.need(op.part is not None or op.kind is not Kind.R or not parts, f"{op} is no part")
         follows = op.kind is Kind.B and op.part is not None and op.part + 1 in parts
         if follows:
-            after = dataclasses.replace(op, part=(op.part or 0) + 1)
+            after = op._replace(part=(op.part or 0) + 1)
             self.need(after in self.done, f"{op} before {after}")
         elif op.kind not in (Kind.R, Kind.W):
             self.need(self.arrived(op, Kind.F if op.kind is Kind.F else Kind.B), f"{op} without its input")

@@ -1,6 +1,5 @@
 """Promise: a CALL stays where its generator or its file puts it, through every pass, and holds up nothing else."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ def calling(family: str) -> Generator:
     """The family, with a CALL behind the last backward of each microbatch on each stage."""
 
     def called(op: Op) -> tuple[Op, ...]:
-        return (op, dataclasses.replace(op, kind=Kind.CALL)) if op.kind is Kind.B else (op,)
+        return (op, op._replace(kind=Kind.CALL)) if op.kind is Kind.B else (op,)
 
     def generate(shape: Shape) -> ComputeLanes:
         return [[one for op in lane for one in called(op)] for lane in FAMILIES[family](shape)]

@@ -8,9 +8,9 @@ import pytest
 
 from pipetrain.config.records import CostConfig
 from pipetrain.monitor.draw.palette import LOOKS
-from pipetrain.schedule.check import ScheduleError, check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.kinds import (
+    COPY_LANES,
     MESSAGE_LANES,
     PASS_SEQUENCES,
     REDUCING,
@@ -20,9 +20,7 @@ from pipetrain.schedule.kinds import (
     Kind,
     Lane,
 )
-from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Op
-from pipetrain.schedule.simulate import simulate
 
 PACKAGE = Path(__file__).parents[2] / "pipetrain"
 NAMES_KINDS = (
@@ -57,8 +55,8 @@ def test_what_runs_has_a_cost_that_can_be_given(kind: Kind) -> None:
         assert Op.parse(f"2{kind}1") == Op(2, kind, 1)
 
 
-def test_what_computes_or_adds_up_is_drawn_and_the_rest_is_not() -> None:
-    drawn = {kind for kind in Kind if kind.computes or kind in REDUCING}
+def test_what_computes_copies_or_adds_up_is_drawn_and_the_rest_is_not() -> None:
+    drawn = {kind for kind in Kind if kind.computes or kind in REDUCING or kind.row.lane in COPY_LANES}
     assert {kind.row.looks for kind in drawn} == set(LOOKS)
     assert all(kind.row.looks is None for kind in Kind if kind not in drawn)
 
@@ -87,15 +85,3 @@ def test_each_way_takes_gives_and_closes_once() -> None:
     for way in PASS_SEQUENCES[Direction.BACKWARD]:
         assert [bool(kind.row.frees) for kind in way] == [False] * (len(way) - 1) + [True]
         assert all(kind.row.needs_set for kind in way)
-
-
-@pytest.mark.parametrize("lane", [Lane.REDUCE, Lane.COMPUTE])
-def test_what_nobody_runs_yet_is_refused(lane: Lane) -> None:
-    op = "0STEP"
-    schedule = make_schedule(num_stages=2, num_microbatches=2, recompute="never")
-    first = {**schedule.lanes[0], lane: (*schedule.lane(0, lane), Op.parse(op))}
-    longer = dataclasses.replace(schedule, lanes=(first, *schedule.lanes[1:]))
-    with pytest.raises(ScheduleError, match=f"{op}: the executor does not know {Op.parse(op).kind} yet"):
-        check(longer)
-    with pytest.raises(ValueError, match="has no cost: nothing runs such an op yet"):
-        simulate(longer, Costs.spread(2))

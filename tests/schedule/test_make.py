@@ -82,7 +82,7 @@ BAD_OPS = {
     "0B9": "generator strange, rank 0: 0B9 is of microbatch 9; allowed are 0 to 2 (pipeline.num_microbatches=3)",
     "1F0": "generator strange, rank 0: 1F0 stands in the line of rank 0, but stage 1 lives on rank 1",
     "0SEND_F0": "generator strange, rank 0: 0SEND_F0 is no op of a compute lane",
-    "0STEP": "generator strange, rank 0: 0STEP is no op of a compute lane",
+    "0REDUCE_GRAD.0": "generator strange, rank 0: 0REDUCE_GRAD.0 is no op of a compute lane",
     "0R0.1": "generator strange, rank 0: 0R0.1 is no op of a compute lane",
 }
 

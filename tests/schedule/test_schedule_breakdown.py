@@ -84,6 +84,25 @@ def test_a_measured_step_in_which_r_runs_beside_b() -> None:
     assert rank.busy_seconds + rank.bubble_seconds == timeline.step_seconds
 
 
+def test_idle_time_with_all_inputs_is_accounted_for_as_far_as_the_host_says() -> None:
+    """Rank 0 of two; the gradient of B0 came at 2.8. What the host did while the rank waited for it does not count."""
+    schedule = make_schedule(num_stages=2, num_microbatches=2, recompute=RecomputePolicy(sets=2, keep="none"))
+    accounts = [
+        OpEvent(0, Lane.COMPUTE, Op.parse("0F0"), 0.0, 1.0, 7.0, 7.0, 7.0),  # before the step
+        OpEvent(0, Lane.COMPUTE, Op.parse("0F1"), 1.5, 2.5, 0.2, 0.0, 0.1),  # 0.2 of 0.5 nobody accounts for
+        OpEvent(0, Lane.RECV, Op.parse("0RECV_B0"), 2.5, 2.8),
+        OpEvent(0, Lane.RECOMPUTE, Op.parse("0R0"), 3.1, 4.0, 0.1, 0.4, 0.1),  # idle from 2.5 to 3.1
+        OpEvent(0, Lane.COMPUTE, Op.parse("0B0"), 4.2, 5.0, 0.15, 0.0, 9.0),  # and from 4 to 4.2
+    ]
+    (rank,) = break_down(schedule, Timeline(1, tuple(accounts)))
+    assert rank.wait_gradient_seconds == pytest.approx(0.3)
+    assert rank.handover_seconds == pytest.approx(0.4 - 0.3)
+    assert rank.host_seconds == pytest.approx(0.2 + 0.1 + 0.15)
+    assert rank.machine_seconds == pytest.approx(0.1 + 0.3 + 0.2 - 0.1 - 0.25)
+    assert rank.other_seconds == pytest.approx(0.2)
+    assert rank.busy_seconds + rank.bubble_seconds == pytest.approx(5.0)
+
+
 def test_sets_and_bytes_over_time() -> None:
     shown = show(num_stages=2, num_microbatches=2, recompute=RecomputePolicy("overlap"))
     events = shown.timeline.of_rank(0)

@@ -44,6 +44,7 @@ REPLICAS = make_schedule(
 ALL_KEPT = make_schedule(
     num_stages=3, num_microbatches=3, num_replicas=2, recompute=RecomputePolicy("never", segments=3)
 )  # type: ignore[arg-type]
+OFFLOADED = make_schedule(num_stages=3, num_microbatches=3, recompute=RecomputePolicy(offload="always"))  # type: ignore[arg-type]
 LAUNCHED = for_device(VALID)
 TWO_PLACES = for_device(make_schedule(num_stages=3, num_microbatches=3, recompute=RecomputePolicy(sets=2, keep="none")))  # type: ignore[arg-type]
 
@@ -149,6 +150,14 @@ BROKEN = {
     "places": (
         rewaited("1R1", "1F1", "1F2"),
         "stage 1 may have 2 sets alive, its activation slots are 1; use recompute.sets=2, or",
+    ),
+    "each_copy_comes_back": (
+        edited(1, Lane.RELOAD, ("1RELOAD1", ""), schedule=OFFLOADED),
+        "1RELOAD1: is missing: 1OFFLOAD1 takes the set to the host",
+    ),
+    "host_sets_within_bounds": (
+        dataclasses.replace(OFFLOADED, policy=RecomputePolicy(offload="always", host_sets=(2, 3, 3))),  # type: ignore[arg-type]
+        "0OFFLOAD2: stage 0 may have 3 sets in host memory, allowed are 2",
     ),
     "stash_within_bounds": (
         dataclasses.replace(VALID, policy=RecomputePolicy(stash=(3, 2, 1))),

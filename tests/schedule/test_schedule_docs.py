@@ -12,7 +12,7 @@ from pipetrain.cli.main import main
 from pipetrain.schedule.families import FAMILIES
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE, SCALING = ((DOCS / name).read_text() for name in ("SCHEDULES.md", "SCALING.md"))
+PAGE, SCALING, PLAN = ((DOCS / name).read_text() for name in ("SCHEDULES.md", "SCALING.md", "PLAN.md"))
 
 
 def script(name: str) -> Any:
@@ -38,7 +38,10 @@ def test_picture_is_fresh(name: str) -> None:
 
 def test_every_picture_is_shown_and_made() -> None:
     shown = set(re.findall(r"\]\(pictures/(\S+)\)", PAGE + SCALING))
-    assert shown == set(PICTURES) == {path.name for path in (DOCS / "pictures").glob("*.svg")}
+    planned = set(re.findall(r"\]\(pictures/(\S+)\)", PLAN))  # of a profile, which differs from machine to machine
+    assert planned == set(re.findall(r"pipetrain plan .+ --out=(\S+)", PLAN))
+    assert shown == set(PICTURES)
+    assert shown | planned == {path.name for path in (DOCS / "pictures").glob("*.svg")}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -84,4 +87,4 @@ def test_what_the_page_of_replicas_shows_is_what_is_printed(
 
 
 def test_the_page_of_replicas_shows_something() -> None:
-    assert len(DRAWN) >= 3
+    assert len(DRAWN) >= 2

@@ -94,7 +94,7 @@ def kept_anyhow(draw: st.DrawFn) -> tuple[Schedule, Costs]:
 
 def whole(compute: Iterable[Op]) -> Iterator[Op]:
     """Without R, and each B as a whole."""
-    return (dataclasses.replace(op, part=None) for op in compute if op.kind is not Kind.R and not op.part)
+    return (op._replace(part=None) for op in compute if op.kind is not Kind.R and not op.part)
 
 
 @examples(60, 300, kept_anyhow())

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 from spelled import lane, waits
 
-from pipetrain.schedule.alive import idle_places, peak_sets
+from pipetrain.schedule.alive import peak_sets
 from pipetrain.schedule.check import ScheduleError, check
 from pipetrain.schedule.families import Shape
 from pipetrain.schedule.make import make_schedule
 from pipetrain.schedule.op import Kind, Lane, Op
-from pipetrain.schedule.policy import Keep, RecomputePolicy
+from pipetrain.schedule.policy import RecomputePolicy
 
 
 def test_overlap() -> None:
@@ -150,21 +150,3 @@ def test_early_r_goes_into_a_gap_where_a_place_is_free() -> None:
     assert lane(two, 0, Lane.COMPUTE) == "0F0 0F1 0F2 0F3 0R0 0R1 0B0 0R2 0B1 0R3 0B2 0B3"
     check(two)
     assert [peak.sets for peak in peak_sets(two)] == [2, 2, 1] or [peak.sets for peak in peak_sets(two)] == [2, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("policy", "note"),
-    [
-        (RecomputePolicy(sets=4), None),
-        (
-            RecomputePolicy(sets=5),
-            "recompute.sets=5: no stage has more than 4 microbatches between F and B; with as many",
-        ),
-        (RecomputePolicy(sets=5, keep=Keep.NONE), "between F and B; more slots change nothing"),
-        (RecomputePolicy(sets=(4, 4, 2)), "recompute.sets=[4, 4, 2]: stage 2 never has more than 1 microbatches"),
-        (RecomputePolicy("never", sets=9), None),  # type: ignore[arg-type]
-    ],
-)
-def test_more_places_than_sets_are_told(policy: RecomputePolicy, note: str | None) -> None:
-    told = idle_places(make_schedule(num_stages=3, num_microbatches=4, recompute=policy))
-    assert (told is None) if note is None else (note in str(told))

@@ -6,6 +6,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from saved import CPU, save, trained
 
 from pipetrain.snapshot.files import canonical_json
-from pipetrain.snapshot.manifest import NAME, SnapshotDamaged, check_whole
+from pipetrain.snapshot.manifest import NAME, SnapshotDamaged, check_whole, record_of
 from pipetrain.snapshot.reader import Snapshot
 from pipetrain.snapshot.start import find, newest_whole
 from pipetrain.verify.drill import flip
@@ -126,6 +127,54 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(snapshot: pathlib.Path) -> None
     (snapshot / WEIGHTS).unlink()
     os.mkfifo(snapshot / WEIGHTS)
     with pytest.raises(SnapshotDamaged, match="not a regular file"):
+        check_whole(snapshot)
+
+
+def without(*parts: str) -> Callable[[dict], None]:
+    """Of the manifest: it lists no file whose path begins so."""
+
+    def change(document: dict) -> None:
+        document["files"] = [file for file in document["files"] if not file["path"].startswith(parts)]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "left_out", [("",), ("state.json",), ("optimizer/",), (WEIGHTS,), ("generators/", "optimizer/")]
+)
+def test_a_manifest_that_leaves_files_out_is_refused(snapshot: pathlib.Path, left_out: tuple[str, ...]) -> None:
+    """What it leaves out would be read without a check, or missed without a word."""
+    rewrite(snapshot, without(*left_out))
+    with pytest.raises(
+        SnapshotDamaged, match=r"manifest\.json leaves out '.*': a snapshot is state\.json, and of each rank"
+    ):
+        check_whole(snapshot)
+
+
+def test_a_manifest_of_fewer_ranks_than_wrote_is_refused(snapshot: pathlib.Path) -> None:
+    state = json.loads((snapshot / "state.json").read_text()) | {"num_ranks": 2}
+    (snapshot / "state.json").write_bytes(canonical_json(state))
+    record = record_of(snapshot, "state.json")
+    rewrite(snapshot, without("state.json"))
+    rewrite(snapshot, lambda document: document["files"].append(asdict(record)))
+    with pytest.raises(SnapshotDamaged, match=r"state\.json has num_ranks=2, the manifest 1"):
+        Snapshot(snapshot)
+
+
+def test_a_state_that_is_a_link_inside_is_refused(snapshot: pathlib.Path) -> None:
+    (snapshot / "state.json").rename(snapshot / "elsewhere.json")
+    (snapshot / "state.json").symlink_to("elsewhere.json")
+    with pytest.raises(SnapshotDamaged, match="not inside the snapshot"):
+        check_whole(snapshot)
+
+
+def test_a_deep_manifest_and_a_pipe_in_its_place(snapshot: pathlib.Path) -> None:
+    (snapshot / NAME).write_text("[" * 100_000)
+    with pytest.raises(SnapshotDamaged, match=r"manifest\.json cannot be read \(it is nested deeper than 64 values\)"):
+        check_whole(snapshot)
+    (snapshot / NAME).unlink()
+    os.mkfifo(snapshot / NAME)
+    with pytest.raises(SnapshotDamaged, match=r"manifest\.json cannot be read \(it is no regular file\)"):
         check_whole(snapshot)
 
 

@@ -20,6 +20,7 @@ from pipetrain.snapshot import saver as saver_module
 from pipetrain.snapshot.files import path_of, steps_in
 from pipetrain.snapshot.manifest import check_whole
 from pipetrain.snapshot.reader import Snapshot
+from pipetrain.snapshot.saver import Saver
 from pipetrain.snapshot.start import newest_whole
 from pipetrain.snapshot.state import Part, tensors_of
 from pipetrain.snapshot.tensors import Image
@@ -135,6 +136,44 @@ def test_copies_that_fail_do_not_stop_training(tmp_path: pathlib.Path, monkeypat
     assert steps_in(tmp_path) == [5]
 
 
+def test_ranks_agree_less_often_the_longer_a_save_takes(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is early waits for the others in each agreement; in 16 steps there are four."""
+    agreed: list[int] = []
+
+    def agree(value: int) -> int:
+        agreed.append(value)
+        return value
+
+    write, may_write = saver_module._write_files, threading.Event()
+    monkeypatch.setattr(saver_module, "_write_files", lambda *args: (may_write.wait(PATIENCE_SECONDS), write(*args)))
+    saver = Saver(tmp_path, rank=0, agree=agree, keep_last=2, say=print)
+    saver.save(state_of(5), tensors_of(*trained(), CPU))
+    agreed.clear()
+
+    def polls_that_agree(count: int) -> list[int]:
+        found = []
+        for number in range(1, count + 1):
+            before = len(agreed)
+            saver.poll()
+            found += [number] * (len(agreed) - before)
+        return found
+
+    assert polls_that_agree(16) == [1, 3, 7, 15]
+    may_write.set()
+    saver.wait()
+    assert check_whole(path_of(tmp_path, 5)).step == 5
+    saver.save(state_of(6), tensors_of(*trained(), CPU))
+    assert saver._save is not None
+    saver._save.job.result(PATIENCE_SECONDS)  # written before any poll, which the saver does not expect
+    assert polls_that_agree(8) == [8]
+    saver._save.job.result(PATIENCE_SECONDS)
+    assert check_whole(path_of(tmp_path, 6)).step == 6
+    assert polls_that_agree(32) == [32]
+    assert saver.last_step == 6
+
+
 def test_poll_takes_a_save_to_its_end_without_waiting(tmp_path: pathlib.Path) -> None:
     saver = saver_of(tmp_path)
     saver.save(state_of(5), tensors_of(*trained(), CPU))
@@ -218,6 +257,32 @@ def test_a_disk_that_turns_read_only_does_not_stop_training(small_disk: pathlib.
     saver.wait()
     assert "step 8 (Read-only file system): training goes on" in said[0]
     check_whole(path_of(small_disk, 4))
+
+
+def test_lines_of_steps_reach_the_disk_before_a_snapshot_of_them(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume goes on after the snapshot: lines before it that a machine without power has lost would stay away."""
+    done: list[str] = []
+    sync, rename = os.fsync, pathlib.Path.rename
+
+    def noted(descriptor: int) -> None:
+        done.append(pathlib.Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        sync(descriptor)
+
+    def renamed(path: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+        done.append(target.name)
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(pathlib.Path, "rename", renamed)
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    os.mkfifo(tmp_path / "other.jsonl")
+    saver = Saver(tmp_path / "all", rank=0, agree=lambda value: value, keep_last=2, say=print, run=tmp_path)
+    saver.save(state_of(4), tensors_of(*trained(), CPU))
+    saver.wait()
+    assert done.count("metrics.jsonl") == done.count(tmp_path.name) == 1
+    assert done.index("metrics.jsonl") < done.index(tmp_path.name) < done.index("step-00000004")
 
 
 SAVES_FOR_EVER = """

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from saved import CPU, trained
+from saved import CPU, saver_of, state_of, trained
 from torch import nn
 
 from pipetrain.config.records import DataConfig, RunConfig, SnapshotConfig
 from pipetrain.plan.plan import Plan
 from pipetrain.snapshot.files import path_of, steps_in
-from pipetrain.snapshot.session import Snapshots
+from pipetrain.snapshot.session import Snapshots, as_dict
+from pipetrain.snapshot.state import tensors_of
+from pipetrain.trainer.guard import Guard
+from pipetrain.trainer.steps import TokensSeen
 
 PLAN = Plan((3,), (0,), 1)
 
@@ -105,6 +108,36 @@ def test_what_a_run_carries_comes_back_with_a_resume_and_a_rollback(tmp_path: pa
     state = elsewhere.roll_back()  # it has none of its own: the one it started from
     assert state is not None
     assert state.step == 4
+
+
+FORGED: dict[str, dict[str, Any]] = {
+    "replicas": {"plan": {"num_replicas": [1]}},
+    "a group of keys": {"config": {"data": 5}},
+    "a phase": {"config": {"phases": [5]}},
+    "losses": {"guard": {"losses": ["1"]}},
+    "batches that were passed over": {"guard": {"passed_over": [[2, 1]]}},
+    "tokens": {"tokens": {"all": "many"}},
+}
+
+
+@pytest.mark.parametrize("values", FORGED.values(), ids=FORGED)
+def test_a_state_of_other_values_is_damaged(tmp_path: pathlib.Path, values: dict[str, Any]) -> None:
+    """Whoever writes a snapshot also writes its manifest."""
+    config = RunConfig(steps=9, resume="auto")
+    known = {"config": as_dict(config), "plan": as_dict(PLAN), **values}
+    if "config" in values:
+        known["config"] = as_dict(config) | values["config"]
+    saver = saver_of(tmp_path / "snapshots")
+    saver.save(dataclasses.replace(state_of(4), **known), tensors_of(*trained(), CPU))
+    saver.wait()
+
+    def resume() -> None:
+        session(tmp_path, config).attach(*trained(), Guard(config.guard), TokensSeen())
+
+    with pytest.raises(
+        ValueError, match=r"step-00000004/state\.json holds no state of a run \(.*\); name an older snapshot"
+    ):
+        resume()
 
 
 def test_other_text_is_refused(tmp_path: pathlib.Path) -> None:

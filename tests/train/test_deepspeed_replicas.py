@@ -228,7 +228,7 @@ def of_all_in(group: Any) -> Callable[[Any], list[Any]]:
 def pieces() -> list[int]:
     """Loads states, asks for them, clips and drops gradients; returns whose state this rank tells."""
     join_world(import_deepspeed(CPU), timedelta(seconds=PATIENCE_SECONDS))
-    from pipetrain.engine.deepspeed.sharded import ShardedAdamW
+    from pipetrain.engine.deepspeed.stages import ShardedAdamW
 
     group, rank = dist.new_group(), dist.get_rank()
     gradients = [

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import PIPETRAIN, TORCHRUN, complete
+from commands import PIPETRAIN, complete, torchrun
 from ranks import run_outcomes, run_ranks
 from torch import Tensor, nn
 
@@ -148,8 +148,8 @@ def test_verify_finds_the_layers_equal(name: str) -> None:
 def test_the_command_in_its_first_lines_trains(name: str, tmp_path: pathlib.Path) -> None:
     """And types it again, which has nothing left to do."""
     options = ["--nproc-per-node=2", f"examples/{name}.py"]
-    assert f"`torchrun --standalone {' '.join(options)} runs/" in (EXAMPLES / f"{name}.py").read_text()
-    first, again = (complete(EXAMPLES.parent, [*TORCHRUN, *options, str(tmp_path / "saved")]) for _ in range(2))
+    assert f"`torchrun {' '.join(options)} runs/" in (EXAMPLES / f"{name}.py").read_text()
+    first, again = (complete(EXAMPLES.parent, [*torchrun(), *options, str(tmp_path / "saved")]) for _ in range(2))
     assert (first.returncode, again.returncode) == (0, 0), first.stderr + again.stderr
     losses = [float(line.split()[-1]) for line in first.stdout.splitlines()]
     assert losses[-1] < losses[0] / 3

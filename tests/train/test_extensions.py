@@ -71,6 +71,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder
 
 
+@pytest.mark.parametrize("name", ["own_schedule", "own_op", "own_tracker", "own_engine"])
+def test_an_extension_is_thirty_lines(name: str) -> None:
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 30
+
+
 def losses_of(run: pathlib.Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import runpy
 import shutil
 import signal
@@ -25,7 +26,7 @@ from pipetrain.models.weights import write_shard
 from pipetrain.monitor.folder import RunFolder
 from pipetrain.plan.plan import make_plan
 from pipetrain.train import train
-from pipetrain.trainer.generate import TextStream
+from pipetrain.trainer.generate import TextStream, _Writer
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GENERATE = [sys.executable, "-m", "pipetrain.cli", "generate"]
@@ -79,6 +80,40 @@ def test_two_ranks_say_what_one_says(run: pathlib.Path, capsys: pytest.CaptureFi
     assert over_two.stdout == said(capsys, run, *options, "--ranks=1")
     assert over_two.stdout.startswith("the ")
     assert over_two.stderr == ""
+
+
+def test_a_text_ends_before_a_stop(run: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of several prompts each by itself, and on two ranks as on one."""
+    options = ["--tokens=40", "--temperature=0.9", "--seed=4", "--ranks=1"]
+    first, second = ["--prompt=the "], ["--prompt=the ", "--prompt=import "]
+    whole = said(capsys, run, *first, *options).removesuffix("\n")
+    stop = re.findall(r"[!-~]+", whole[4:])[1]  # of all that bytes say, something that a terminal takes
+    expected = whole[: whole.index(stop, 4)]
+    stops = [f"--stop={stop}", "--stop=never said by a model of bytes"]
+    assert said(capsys, run, *first, *stops, *options) == f"{expected}\n"
+    assert said(capsys, run, *second, *stops, *options).startswith(f"{expected}\n\nimport ")
+    over_two = complete(run, [*GENERATE, str(run), *first, *stops, *options[:-1]])
+    assert (over_two.returncode, over_two.stdout) == (0, f"{expected}\n"), over_two.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "shown"),
+    [
+        ("abcd", ["bc"], "a"),
+        ("abdc", ["bc"], "abdc"),  # held back for a token
+        ("abab", ["bac", "aba"], ""),
+        ("xayb", ["yb", "ay"], "x"),  # the one that comes first
+        ("ab", ["bc"], "ab"),  # held back to the end
+    ],
+)
+def test_what_may_begin_a_stop_is_held_back(text: str, stops: list[str], shown: str) -> None:
+    written: list[str] = []
+    writer = _Writer(ByteTokenizer(), [""], stops, written.append)
+    for token in text.encode():
+        if writer.on_token(0, token):
+            break
+    writer.end()
+    assert "".join(written) == f"{shown}\n"
 
 
 @pytest.fixture(scope="module")

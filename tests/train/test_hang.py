@@ -1,6 +1,5 @@
 """A rank that is stopped or dies in a run of the command line: found in time, told in full, and nobody is left."""
 
-import contextlib
 import os
 import pathlib
 import re
@@ -11,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from commands import PIPETRAIN, Process, begin, end, wait_until
+from commands import PIPETRAIN, Process, begin, end, listening, wait_until
 from ranks import NEVER_SECONDS, PATIENCE_SECONDS
 from small_text import make_text
 
@@ -46,20 +45,6 @@ def state_of(pid: int) -> str:
         return ""
 
 
-def listening_addresses(pid: int) -> set[str]:
-    """The IPv4 and IPv6 addresses at which a process listens, as hexadecimal digits of /proc/net/tcp."""
-    inodes = set()
-    for descriptor in pathlib.Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
-    rows = [
-        line.split()
-        for table in ("tcp", "tcp6")
-        for line in pathlib.Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
-    ]
-    return {row[1].rpartition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
-
-
 def last_words(process: Process, folder: pathlib.Path, struck: Callable[[], bool]) -> str:
     """What the run says at the end, when the fault has struck. Every rank is gone."""
     wait_until(lambda: len(ranks_of(folder)) > 1, process)
@@ -77,8 +62,8 @@ def test_a_stopped_rank_ends_the_run(tmp_path: pathlib.Path, text: pathlib.Path)
     process = start(tmp_path, text, "stop rank=1 op=1F2 step=3", TIMEOUT_SECONDS, "pipeline.num_stages=3")
     stopped = lambda: "T" in [state_of(pid) for pid in ranks_of(tmp_path)]  # noqa: E731
     wait_until(stopped, process)
-    listening = {address for pid in ranks_of(tmp_path) for address in listening_addresses(pid)}
-    assert listening <= {"0100007F"}, "ranks of one machine listen at 127.0.0.1 only"
+    addresses = {address for pid in ranks_of(tmp_path) for address, _ in listening(pid)}
+    assert addresses <= {"0100007F"}, "ranks of one machine listen at 127.0.0.1 only"
     message = last_words(process, tmp_path, stopped)
     assert f"and nothing came for {TIMEOUT_SECONDS} s (timeout_seconds): that rank hangs, is stopped" in message
     assert "no word from rank 1; rank 0 waits in 0RECV_B" in message

@@ -12,8 +12,7 @@ from updates import stage_in, train_stage
 
 from pipetrain.config.records import OptimConfig
 from pipetrain.models.loss import next_token_loss
-from pipetrain.optim.masters import MasterWeights
-from pipetrain.optim.optimizer import make_optimizer
+from pipetrain.optim.optimizer import MasterWeights, make_optimizer
 from pipetrain.snapshot.state import Part, restore_optimizer, tensors_of
 
 RATE = 1e-5  # that of fine-tuning

@@ -51,6 +51,7 @@ def test_its_own_test_is_green_and_a_sweep_sets_its_arguments(tmp_path: pathlib.
     assert "model.args.depth=2" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_model_and_data_may_be_typed_in_short(tmp_path: pathlib.Path) -> None:
     assert main(["new", str(tmp_path / "first")]) == 0
     (tmp_path / "first" / "pipetrain.yaml").unlink()
@@ -69,6 +70,7 @@ def test_a_model_and_data_may_be_typed_in_short(tmp_path: pathlib.Path) -> None:
     assert "target: data.make_dataset" in text
 
 
+@pytest.mark.slow
 def test_the_file_and_the_command_of_the_readme_train(tmp_path: pathlib.Path) -> None:
     readme = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
     section = readme.partition("## Your own model\n")[2].partition("\n## ")[0]

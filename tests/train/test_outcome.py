@@ -1,5 +1,7 @@
 """How ranks tell the launcher what happened, and what it makes of that."""
 
+import os
+import signal
 import warnings
 from pathlib import Path
 
@@ -10,8 +12,10 @@ from pipetrain import train
 from pipetrain.launcher.launch import sum_up
 from pipetrain.launcher.outcome import (
     FOLDER_VARIABLE,
+    SIGNALS,
     Exit,
     Outcome,
+    StopRequest,
     announce,
     announce_run_dir,
     collect,
@@ -45,6 +49,25 @@ def test_the_first_failure_is_the_one_that_is_told(folder: Path) -> None:
     assert end(Outcome(2, Exit.FAILED, "rank 2 failed in 2F0")) == Exit.FAILED
     assert end(Outcome(1, Exit.FAILED, "rank 1 ends because of it")) == Exit.FAILED
     assert sum_up(collect(folder), KILLED, "runs/x") == Outcome(2, Exit.FAILED, "rank 2 failed in 2F0", "runs/x")
+
+
+def test_a_rank_that_raised_goes_before_those_that_waited_for_it(folder: Path) -> None:
+    end(Outcome(0, Exit.FAILED, "rank 0 waited for rank 1", waited=True))
+    end(Outcome(1, Exit.WRONG_INPUT, "a wrong loss"))
+    assert sum_up(collect(folder), "", None) == Outcome(1, Exit.WRONG_INPUT, "a wrong loss")
+
+
+def test_a_rank_that_raised_is_not_ended_before_it_has_said_so() -> None:
+    """Those that waited for it have failed by then, for which torch sends SIGTERM to the others."""
+    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: pytest.fail("ended before it has said so"))
+        with pytest.raises(ValueError, match="a wrong loss"), StopRequest():
+            raise ValueError("a wrong loss")
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def test_a_killed_rank_leaves_nothing_and_is_told_all_the_same(folder: Path) -> None:

@@ -10,8 +10,7 @@ from rounding import rounding
 from pipetrain.comm.coordinates import Coordinates
 from pipetrain.config.records import ModelConfig, RunConfig
 from pipetrain.data.batch import Batch
-from pipetrain.engine.engine import precision_of
-from pipetrain.engine.native import NativeEngine
+from pipetrain.engine.engine import NativeEngine, precision_of
 from pipetrain.models.loss import IGNORED
 from pipetrain.models.spec import make_spec
 from pipetrain.plan.plan import Plan, make_plan

@@ -7,6 +7,7 @@ import subprocess
 import pytest
 import torch
 from commands import PIPETRAIN, complete
+from resumed import assert_same_weights
 from torch import nn
 
 from pipetrain.config.load import load_config
@@ -96,6 +97,9 @@ class Pairs(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         return self.x[index], int(self.x[index, :4].argmax())
+
+def one_per_sample(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
 """
 OWN_PAIRS = ["model=python", "model.target=pairs:make_layers", "data=python", "data.target=pairs:Pairs", "steps=6"]
 
@@ -123,6 +127,7 @@ def test_your_data_gives_the_same_losses_on_any_stages_and_after_a_resume(folder
     assert report["heldout_loss"] > 0
 
 
+@pytest.mark.slow
 def test_a_rank_between_the_first_and_the_last_reads_nothing(folder: pathlib.Path) -> None:
     (folder / "pairs.py").write_text(PAIRS)
     done = train(folder, *OWN_PAIRS, "pipeline.num_stages=3", "steps=1")
@@ -130,10 +135,89 @@ def test_a_rank_between_the_first_and_the_last_reads_nothing(folder: pathlib.Pat
     assert sorted(path.name for path in folder.glob("read-by-*")) == ["read-by-0", "read-by-2"]
 
 
+def test_a_profile_is_asked_for_in_short(folder: pathlib.Path) -> None:
+    """And the run after it is balanced by it."""
+    (folder / "pairs.py").write_text(PAIRS)
+    own, keys = ["pairs:make_layers", "--data=pairs:Pairs"], ["pipeline.num_stages=2", "data.global_batch_size=8"]
+    done = complete(folder, [*PIPETRAIN[:-1], "profile", *own, *keys, "--rounds=1", "--json"])
+    assert done.returncode == 0, done.stderr
+    assert [layer["numbers"] for layer in json.loads(done.stdout)["layers"]] == [[0], [1], [2], [3]]
+    run = ["plan.profile=profile.json", "steps=2", "observe.progress=false", "run_dir=run"]
+    done = complete(folder, [*PIPETRAIN, *own, *keys, *run])
+    assert done.returncode == 0, done.stderr
+    assert "until plan.profile names a file" not in done.stderr
+
+
+KILLED = """
+import os
+import pathlib
+import signal
+import torch
+from pairs import make_layers
+
+def read(index, seen=[]):  # as many samples as the file says are the last that the process reads
+    seen.append(index)
+    if pathlib.Path("kill-at").exists() and len(seen) == int(pathlib.Path("kill-at").read_text()):
+        os.kill(os.getpid(), signal.SIGKILL)
+    x = torch.randn(8, generator=torch.Generator().manual_seed(index))
+    return x, int(x[:4].argmax())
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return read(index)
+
+class Stream(torch.utils.data.IterableDataset):
+    at = 0
+
+    def __iter__(self):
+        while True:
+            self.at += 1
+            yield read(self.at)
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+"""
+WHOLE = ["model=python", "model.target=killed:make_layers", "data=python", "steps=8", "data.global_batch_size=8"]
+
+
+@pytest.mark.quick("1-Stream")
+@pytest.mark.parametrize("dataset", ["Samples", "Stream"])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_a_kill_changes_nothing(folder: pathlib.Path, dataset: str, stages: int) -> None:
+    """Of the losses and weights of a run on one stage, wherever the run that was killed goes on."""
+    (folder / "pairs.py").write_text(PAIRS)
+    (folder / "killed.py").write_text(KILLED)
+    run = [*WHOLE, f"data.target=killed:{dataset}", "snapshot.every_steps=1"]
+    done = train(folder, *run, "run_dir=whole", "pipeline.num_stages=1")
+    assert done.returncode == 0, done.stderr
+    own = [*run, f"pipeline.num_stages={stages}", "resume=auto", "run_dir=killed"]
+    (folder / "kill-at").write_text(str(5 * 8 + 5))  # in the batch of step 6, when the snapshot of step 4 is whole
+    assert train(folder, *own).returncode not in (0, 2)
+    (folder / "kill-at").unlink()
+    done = train(folder, *own)
+    assert done.returncode == 0, done.stderr
+    assert "going on from" in done.stderr
+    losses = losses_of(folder, "killed")
+    assert len(losses) == 8
+    assert losses == losses_of(folder, "whole")
+    assert_same_weights(folder / "killed", folder / "whole")
+
+
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
         (["data.args.size=0"], "data.target=pairs:Pairs: the dataset has no samples"),
+        # The other rank only waits for this one, and may be the first to end.
+        (
+            ["model.loss=pairs:one_per_sample"],
+            "model.loss=pairs:one_per_sample: returned a tensor of shape [2]: it must return a 0-dim tensor",
+        ),
     ],
 )
 def test_what_only_a_rank_can_find_out_is_one_line_and_exit_code_2(

@@ -117,7 +117,7 @@ def with_a_gradient_of_one_replica_that_is_not_finite(folder: str) -> list[dict[
     """Rank 2, the first of the second replica, has one in step 3; returns its weights after each step of the run."""
     rank, after, run = torch.distributed.get_rank(), list[dict[str, Tensor]](), Steps.run
 
-    def run_watched(steps: Steps, asked_to_stop: Callable[[], int]) -> int:
+    def run_watched(steps: Steps, asked_to_stop: Callable[[], int], largest: Callable[[int], int]) -> int:
         def look() -> int:
             after.append({name: value.detach().clone() for name, value in steps.engine.model.named_parameters()})
             return asked_to_stop()
@@ -132,7 +132,7 @@ def with_a_gradient_of_one_replica_that_is_not_finite(folder: str) -> list[dict[
                 )  # microbatches of step 3, and of its repetition
 
             next(iter(steps.engine.model.named_parameters()))[1].register_hook(spoil)
-        return run(steps, look)
+        return run(steps, look, largest)
 
     Steps.run = run_watched  # type: ignore[method-assign]
     assert train(folder, ("run_dir=refused", *TWO_BY_TWO, "guard=skip", "steps=4", "parallel.check_every_steps=1")) == [
@@ -162,7 +162,7 @@ def with_a_weight_that_changes_in_one_replica(folder: str, every: str) -> list[s
     """As a fault of a machine's memory would; returns what the run ended with, and the snapshots that there are."""
     rank, run = torch.distributed.get_rank(), Steps.run
 
-    def run_watched(steps: Steps, asked_to_stop: Callable[[], int]) -> int:
+    def run_watched(steps: Steps, asked_to_stop: Callable[[], int], largest: Callable[[int], int]) -> int:
         asked = [0]
 
         def look() -> int:
@@ -171,7 +171,7 @@ def with_a_weight_that_changes_in_one_replica(folder: str, every: str) -> list[s
                 next(iter(steps.engine.model.named_parameters()))[1].data.view(-1)[5] += 1e-7
             return asked_to_stop()
 
-        return run(steps, look)
+        return run(steps, look, largest)
 
     Steps.run = run_watched  # type: ignore[method-assign]
     os.chdir(folder)
@@ -259,18 +259,16 @@ def test_a_run_that_lost_a_replica_goes_on_with_one_less(plain: pathlib.Path) ->
 
 @pytest.mark.slow
 def test_torchrun_goes_on_with_the_machines_that_are_left(plain: pathlib.Path) -> None:
-    """Two torchruns are two machines with a replica each; one of them is killed, with its ranks."""
+    """Two scripts are two machines with a replica each; one of them is killed, with its ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launcher = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3"),
-        *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=elastic", "--monitor-interval=0.1"),
-        "--rdzv-conf=last_call_timeout=20,keep_alive_interval=1,keep_alive_max_attempt=5",
-    ]
+    script = ["bash", str(pathlib.Path(__file__).resolve().parents[2] / "launch" / "multinode.sh")]
+    variables = {
+        "NODES": "1:2", "RANKS_PER_NODE": "2", "RENDEZVOUS": f"127.0.0.1:{port}", "MAX_RESTARTS": "3", "PYTHON": sys.executable,
+    }  # fmt: skip
     words = ("run_dir=elastic", "resume=auto", *PLAIN, "parallel.num_replicas=auto", "snapshot.every_steps=2")
-    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    first, second = (begin(plain, [*launcher, "-m", "pipetrain.train", *RUN, *words], **variables) for _ in range(2))
+    first, second = (begin(plain, [*script, *RUN, *words], **variables) for _ in range(2))
     run = plain / "elastic"
     wait_until(lambda: num_steps_of(run) >= 5, first)
     assert json.loads((run / "plan.json").read_text())["num_replicas"] == 2

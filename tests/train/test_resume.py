@@ -7,7 +7,7 @@ import random
 import signal
 
 import pytest
-from commands import PIPETRAIN, TORCHRUN, children_of, end, wait_until
+from commands import PIPETRAIN, children_of, end, torchrun, wait_until
 from resumed import STEPS, assert_same_training, finish, kill_at_random, metrics_of, num_steps_of, start
 from small_text import make_text
 
@@ -54,7 +54,7 @@ def test_usr1_saves_and_the_run_goes_on_over_three_stages(folder: pathlib.Path) 
 
 def with_restarts(folder: pathlib.Path, name: str, num_kills: int, seed: int, num_ranks: int = 2, *more: str) -> str:
     """A run under torchrun of which a rank is killed again and again."""
-    launcher = [*TORCHRUN, f"--nproc-per-node={num_ranks}", f"--max-restarts={num_kills}", "--monitor-interval=0.1"]
+    launcher = [*torchrun(), f"--nproc-per-node={num_ranks}", f"--max-restarts={num_kills}", "--monitor-interval=0.1"]
     options = [f"run_dir={name}", "resume=auto", f"pipeline.num_stages={num_ranks}", *more]
     process = start(folder, [*launcher, "-m", "pipetrain.train"], *options)
     kills = kill_at_random(process, folder / name, num_kills, random.Random(seed))

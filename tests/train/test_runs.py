@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 import pytest
-from commands import PIPETRAIN, TORCHRUN, begin, complete, is_alive, wait_until
+from commands import PIPETRAIN, begin, complete, is_alive, torchrun, wait_until
 from pages import drawn_in, panels_in
 from ranks import PATIENCE_SECONDS
 from small_text import make_text
@@ -25,7 +25,7 @@ TINY = ["experiment=smoke", "data=text"]
 METRICS = (
     "step loss perplexity lr grad_norm tokens counted_tokens tokens_seen tokens_per_second step_seconds bubble_fraction mfu recompute_hidden_seconds "
     "recompute_exposed_seconds wait_activation_seconds wait_gradient_seconds fill_seconds drain_seconds imbalance_seconds "
-    "unexplained_seconds peak_activation_bytes peak_memory_bytes peak_reserved_bytes "
+    "host_seconds handover_seconds machine_seconds unexplained_seconds peak_activation_bytes peak_memory_bytes peak_reserved_bytes "
     "communicator_bytes reduce_exposed_seconds skipped phase"
 )
 FILES = "config.yaml plan.json schedule.csv profile.json metrics.jsonl report.json report.md timeline.html timeline.json weights events"
@@ -205,7 +205,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left(text: pathlib.Path, tmp_path
 @pytest.mark.slow
 def test_too_many_ranks_is_told_once(text: pathlib.Path, tmp_path: pathlib.Path) -> None:
     rank = ["--nproc-per-node=2", "-m", "pipetrain.train"]
-    done = complete(tmp_path, [*TORCHRUN, *rank, *TINY, f"data.path={text}", "pipeline.num_stages=3"])
+    done = complete(tmp_path, [*torchrun(), *rank, *TINY, f"data.path={text}", "pipeline.num_stages=3"])
     assert done.returncode != 0
     told = [line for line in done.stderr.splitlines() if line.startswith("pipetrain: ")]
     assert len(told) == 1

@@ -19,8 +19,7 @@ from pipetrain.comm.failure import PipelineError
 from pipetrain.config.records import OptimConfig
 from pipetrain.data.batch import Batch
 from pipetrain.models.trained import Sharded
-from pipetrain.optim.optimizer import Updates, make_optimizer
-from pipetrain.optim.zero import ShardedOptimizer
+from pipetrain.optim.optimizer import ShardedOptimizer, Updates, make_optimizer
 from pipetrain.snapshot.state import Part, Tensors, restore_optimizer, tensors_of
 
 CPU = torch.device("cpu")

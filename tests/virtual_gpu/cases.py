@@ -71,6 +71,8 @@ class Case:
     selective: str | None = None
     segments: int = 1
     replicas: int = 1
+    layers_per_part: int = 1
+    keep_layers: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         words = [self.schedule, self.mode, f"sets{self.sets}", f"{self.ranks}x{self.stages_per_rank}", self.placement]
@@ -114,7 +116,7 @@ def _train(case: Case, folder: Path) -> tuple[list[Tensor], dict[str, Tensor | N
     """On one rank."""
     torch.manual_seed(0)
     num_stages = case.ranks * case.stages_per_rank
-    num_layers = num_stages * case.segments
+    num_layers = num_stages * case.segments * case.layers_per_part
     plan = make_plan(
         num_layers,
         num_ranks=case.ranks,
@@ -132,6 +134,7 @@ def _train(case: Case, folder: Path) -> tuple[list[Tensor], dict[str, Tensor | N
         last_stage=case.last_stage,  # type: ignore[arg-type]
         selective=case.selective,  # type: ignore[arg-type]
         segments=case.segments,
+        keep_layers=case.keep_layers,  # type: ignore[arg-type]
     )
     losses, gradients = [], {}
     with Pipeline(

@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from torch import Tensor, nn
 
 from pipetrain.comm.ahead import Ring
 from pipetrain.comm.lanes import Lanes
@@ -25,7 +26,19 @@ from pipetrain.schedule import check, launches
 from pipetrain.snapshot import saver
 from pipetrain.stage.casts import WeightCasts
 from pipetrain.stage.stage import Stage
-from virtual_gpu.cases import Case, batch_norm, bfloat16, bridges, conjugate, differences, dropout, frozen, gaps, play
+from virtual_gpu.cases import (
+    Case,
+    batch_norm,
+    bfloat16,
+    bridges,
+    conjugate,
+    differences,
+    dropout,
+    frozen,
+    gaps,
+    plain,
+    play,
+)
 from virtual_gpu.hangs import find_hangs
 from virtual_gpu.races import find_races
 from virtual_gpu.recorded import Recording
@@ -125,6 +138,19 @@ class Planted:
 
 
 PLAIN = Case("1f1b", ranks=3, microbatches=6)
+
+
+class Shift(nn.Module):
+    """Saves nothing, so that R alone reads what a stage gets."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+def shifted(num_layers: int) -> list[nn.Module]:
+    return [nn.Sequential(Shift(), layer) for layer in plain(num_layers)]
+
+
 # Ranks are threads here, and torch has one cache of casts per process: where one rank's autocast ends, all lose theirs.
 CASTS = Case("interleaved", ranks=1, stages_per_rank=2, last_stage="always")
 SEVERAL = Case("interleaved", stages_per_rank=2)
@@ -180,10 +206,30 @@ PLANTED = (
         broken(
             Stage,
             "recompute",
-            "again.end(held.seen.storages(), held.kind.size)",
-            "again.end(held.seen.storages(), held.kind.size); held.seen = None",
+            "again.end(held.seen.storages(self.state.normal), held.kind.size)",
+            "again.end(held.seen.storages(self.state.normal), held.kind.size); held.seen = None",
         ),
         replace(PLAIN, layers=batch_norm),
+    ),
+    Planted(
+        "a stash goes when R is launched",
+        broken(
+            Stage,
+            "recompute",
+            "again.end(held.seen.storages(self.state.normal), held.kind.size)",
+            "again.end(held.seen.storages(self.state.normal), held.kind.size); self._release(held); held.given = None",
+        ),
+        replace(PLAIN, layers=shifted, segments=2),
+    ),
+    Planted(
+        "R takes the output of a kept layer before F has made it",
+        broken(
+            Lanes,
+            "on",
+            "event = self._ended.get(before)",
+            "event = None if str(before) == str(op).replace('R', 'F') else self._ended.get(before)",
+        ),
+        replace(PLAIN, layers_per_part=2, keep_layers=(0, 2, 4)),
     ),
     Planted(
         "fault 4: receives ahead",
@@ -264,7 +310,7 @@ PLANTED = (
     # Each rank's thread has generators of its own (`baton`): a process per rank would show nothing more.
     Planted(
         "a layer goes on with what its generator has",
-        broken(Stage, "_forward_layer", "self.state.seeders[number](held.seeds[number])", "pass"),
+        broken(Stage, "_run_forward", "self.state.seeders[number](held.seeds[number])", "pass"),
         replace(PLAIN, mode="never", layers=dropout),
         "values",
     ),

@@ -246,7 +246,7 @@ class _Hosts:
         self._lock = threading.Lock()
         self._queues: dict[tuple[str, int], queue.SimpleQueue[Tensor | None]] = {}
 
-    def pair(self, store: Store, name: str, place: int, timeout_seconds: float) -> _HostPair:  # noqa: ARG002
+    def pair(self, store: Store, name: str, place: int, peer: str, monitor: Monitor) -> _HostPair:  # noqa: ARG002
         # Replicas and pipelines have parts of the store of their own; both ends agree there: the first to come has named the pair.
         number = store.compare_set(f"host pair {name}", "", str(next(_numbers))).decode()
         with self._lock:

@@ -12,6 +12,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from filelock import FileLock
 from torch import Tensor
 
+from pipetrain.config.terminal import say
 from pipetrain.engine.deepspeed.environment import quiet_stdout
 
 _HOST = torch.device("cpu")
@@ -30,7 +31,7 @@ def host_adam(groups: list[dict[str, Any]], learning_rate: float, betas: tuple[f
         (folder / "cpu_adam" / "lock").unlink(missing_ok=True)
         if not (folder / "cpu_adam" / "cpu_adam.so").is_file():
             told = f"compiling DeepSpeed's cpu_adam for this machine, once, about a minute: {folder / 'cpu_adam'}"
-            print(f"pipetrain: {told}", file=sys.stderr, flush=True)
+            say(told)
         try:
             optimizer: torch.optim.Optimizer = HostAdam(groups, lr=learning_rate, betas=betas)
         except (RuntimeError, ImportError) as error:
@@ -65,42 +66,25 @@ class HostAdam(DeepSpeedCPUAdam):  # type: ignore[misc]
     def step(self, closure: None = None) -> None:
         """One update of all parameters that have a gradient."""
         assert closure is None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(group, parameter)
+        pairs = ((group, parameter) for group in self.param_groups for parameter in group["params"])
+        for group, parameter in pairs:
+            if parameter.grad is None:
+                continue
+            state: dict[str, Tensor] = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros(())
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key] = torch.zeros_like(parameter, device=_HOST, memory_format=torch.contiguous_format)
+            state["step"] += 1
+            host, step = parameter.detach().to(_HOST), int(state["step"])
+            options = (*group["betas"], group["eps"], group["weight_decay"], group["bias_correction"])
+            tensors = (host, parameter.grad.to(_HOST).contiguous(), state["exp_avg"], state["exp_avg_sq"])
+            self.ds_opt_adam.adam_update(self.opt_id, step, group["lr"], *options, *tensors)
+            if parameter.device != _HOST:
+                parameter.copy_(host)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes a state; torch would move it to where the parameters are."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             state.update({key: value.to(_HOST) for key, value in state.items()})
-
-    def _update(self, group: dict[str, Any], parameter: Tensor) -> None:
-        state, host = self._state_of(parameter), parameter.detach().to(_HOST)
-        assert parameter.grad is not None
-        gradient = parameter.grad.to(_HOST).contiguous()
-        state["step"] += 1
-        self.ds_opt_adam.adam_update(
-            self.opt_id,
-            int(state["step"]),
-            group["lr"],
-            *group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            group["bias_correction"],
-            host,
-            gradient,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-        )
-        if parameter.device != _HOST:
-            parameter.copy_(host)
-
-    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros(())
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[key] = torch.zeros_like(parameter, device=_HOST, memory_format=torch.contiguous_format)
-        return state

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,6 +25,8 @@ from torch import Tensor
 from pipetrain.comm.coordinates import Coordinates, Grid
 from pipetrain.comm.device import device_of
 from pipetrain.comm.failure import PipelineError
+from pipetrain.comm.ports import closing_ports
+from pipetrain.comm.torch_distributed import all_gather_bytes
 from pipetrain.config.records import RunConfig
 from pipetrain.data.batch import Batch
 from pipetrain.engine.deepspeed.environment import import_deepspeed, join_world, quiet_stdout
@@ -32,7 +35,7 @@ from pipetrain.models.loss import IGNORED
 from pipetrain.models.spec import ModelSpec
 from pipetrain.models.trained import Model, Optimizer
 from pipetrain.monitor.step_report import StepFigures, StepResult
-from pipetrain.optim.optimizer import learning_rate, make_optimizer
+from pipetrain.optim.optimizer import learning_rate, make_optimizer, what_broke
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.gradients import clip_grad_norm
 from pipetrain.schedule.schedule import Schedule
@@ -79,11 +82,11 @@ class DeepSpeedEngine:
         self._step = 0
         timeout = timedelta(seconds=config.timeout_seconds)
         deepspeed = import_deepspeed(device)
-        self._group = dist.new_group(backend="gloo", timeout=timeout)  # for figures, on the host
+        with closing_ports():
+            self._group = dist.new_group(backend="gloo", timeout=timeout)  # for figures, on the host
         with quiet_stdout(), generators_restored(device):
             join_world(deepspeed, timeout)
-            from pipetrain.engine.deepspeed.sharded import ShardedAdamW
-            from pipetrain.engine.deepspeed.stages import Seeds, StagedModule, StageModel
+            from pipetrain.engine.deepspeed.stages import Seeds, ShardedAdamW, StagedModule, StageModel
 
             self._seeds = Seeds(config.seed, device, self._at.replica * plan.num_microbatches)
             self._module = StagedModule(spec, plan, schedule.policy, grid, config.seed, self._seeds)
@@ -206,7 +209,8 @@ class DeepSpeedEngine:
         first = [self._rank_of(stage, 0) for stage in range(self._grid.stage)]
 
         def exchange(own: bytes) -> list[bytes]:
-            parts = self._of_all(own)
+            with self._naming_a_loss():
+                parts = all_gather_bytes(own, self._group)
             return [parts[rank] for rank in first]
 
         parameters = {self._at.stage: [parameter for _, parameter in self._model.named_parameters()]}
@@ -216,11 +220,9 @@ class DeepSpeedEngine:
         return self._grid.rank_of(Coordinates(replica, stage, 0))
 
     def _of_all(self, value: _T) -> list[_T]:
-        """What each rank gives, on every rank. Collective."""
-        values: list[_T] = [value] * self._num_ranks
+        """What each rank gives of what JSON knows, on every rank. Collective."""
         with self._naming_a_loss():
-            dist.all_gather_object(values, value, group=self._group)
-        return values
+            return [json.loads(part) for part in all_gather_bytes(json.dumps(value).encode(), self._group)]
 
     def _cut(self, batch: Batch) -> list[_Microbatch]:
         """Microbatches of one size, as DeepSpeed's buffers need: the last one of an evaluation is padded with rows that do not count.
@@ -260,24 +262,12 @@ class DeepSpeedEngine:
             instruction = current.__func__.__name__ if current is not None else ""
             if instruction in _COMPUTES or isinstance(error, PipelineError):
                 raise
-            raise PipelineError(self._explain(instruction, str(error))) from error
-
-    def _explain(self, instruction: str, reason: str) -> str:
-        if instruction in _NEIGHBOUR:
-            peer = f"rank {self._rank_of(self._at.stage + _NEIGHBOUR[instruction], self._at.replica)}"
-        else:
-            peer = f"rank {1 - self._rank}" if self._num_ranks == 2 else "another rank"
-        where = f"{instruction.removeprefix('_exec_') or 'its start'} of step {self._step}"
-        if "timed out" in reason.lower() or "timeout" in reason.lower():
-            return (
-                f"rank {self._rank} waits for {peer} in {where}, and nothing came for {self._config.timeout_seconds:g} s "
-                "(timeout_seconds): that rank hangs, is stopped, or needs longer for a step than that"
-            )
-        line = reason.strip().splitlines()[0].rsplit("] ", 1)[-1].split(". ")[0][:160]
-        return (
-            f"{peer} is gone: rank {self._rank} lost its connection in {where} ({line}). It failed, was killed, ran out of "
-            "memory, or its machine is down: see its own output"
-        )
+            if instruction in _NEIGHBOUR:
+                peer = f"rank {self._rank_of(self._at.stage + _NEIGHBOUR[instruction], self._at.replica)}"
+            else:
+                peer = f"rank {1 - self._rank}" if self._num_ranks == 2 else "another rank"
+            where = f"{instruction.removeprefix('_exec_') or 'its start'} of step {self._step}"
+            raise PipelineError(what_broke(str(error), self._rank, peer, where, f"{peer} in {where}")) from error
 
 
 def _settings(rows: int, num_microbatches: int, zero: int, precision: Precision) -> dict[str, Any]:

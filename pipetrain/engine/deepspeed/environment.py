@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipetrain.comm.ports import closing_ports
+
 
 def import_deepspeed(device: torch.device) -> Any:
     """The package, set up for `device`."""
@@ -36,7 +38,12 @@ def join_world(deepspeed: Any, timeout: timedelta) -> None:
     deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False, timeout=timeout)
     comm = importlib.import_module("deepspeed.comm.comm")
     # Groups of its own would wait for torch's default of 30 minutes.
-    comm.cdb.new_group = lambda ranks: dist.new_group(ranks, timeout=timeout)
+
+    def new_group(ranks: list[int]) -> Any:
+        with closing_ports():
+            return dist.new_group(ranks, timeout=timeout)
+
+    comm.cdb.new_group = new_group
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipetrain.config.records import ClusterConfig
+from pipetrain.config.write_files import replace_file
 
 BODY = "slurm.sbatch"
 # What the job script decides itself, anew at each start.
@@ -103,7 +104,7 @@ def submit(script: str, run_dir: Path) -> str:
     path = run_dir / SCRIPT
     try:
         run_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
-        path.write_text(script)
+        replace_file(path, script)
         path.chmod(0o750)
     except OSError as error:
         raise ValueError(f"run_dir={run_dir}: the job script cannot be written ({error.strerror})") from error

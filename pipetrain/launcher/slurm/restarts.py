@@ -18,6 +18,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pipetrain.config.read_files import read_record
+from pipetrain.config.terminal import say
+from pipetrain.config.write_files import replace_file
+
 FIRST_PORT, NUM_PORTS = 20_000, 12_000  # below the ports that Linux gives to outgoing connections
 _FILE = "restarts.json"
 _SNAPSHOT = re.compile(r"step-(\d{8,})")
@@ -44,9 +48,7 @@ def begin(run_dir: Path, *, is_restart: bool) -> Restarts:
     stands_still = before is not None and step <= before.step
     now = Restarts(step, before.without_progress + 1 if before is not None and stands_still else 0)
     run_dir.mkdir(mode=0o750, parents=True, exist_ok=True)
-    draft = run_dir / f"{_FILE}.draft"
-    draft.write_text(json.dumps(asdict(now)) + "\n")
-    draft.rename(run_dir / _FILE)
+    replace_file(run_dir / _FILE, json.dumps(asdict(now)) + "\n")
     return now
 
 
@@ -102,8 +104,8 @@ def _run(command: Sequence[str]) -> str:
 def _read(run_dir: Path) -> Restarts | None:
     path = run_dir / _FILE
     try:
-        return Restarts(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):  # none yet, or lost with the machine that wrote it
+        return read_record(Restarts, path, "")
+    except ValueError:  # none yet, or lost with the machine that wrote it
         return None
 
 
@@ -132,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(text: str, code: int) -> int:
-    print(f"pipetrain: {text}", file=sys.stderr, flush=True)
+    say(text)
     return code
 
 

@@ -3,7 +3,8 @@
     inputs   token ids `[batch, sequence]`, int64, or a dict: `input_ids`, and any of `attention_mask` and `position_ids`, as long
     targets  `[batch, sequence]`, int64: the token after each position, IGNORED where it does not count
 
-Hugging Face style `labels` in the dict stand where the tokens stand, so they are shifted here: position i is to tell label i + 1.
+Hugging Face style `labels` in the dict stand where the tokens stand, so they are shifted here: position i is to tell label i + 1. Those of
+a classification are of samples, and are the targets.
 
 Whether the documents of a packed sample see each other in the decoder layers is tried by value, not read off masks:
 
@@ -38,12 +39,15 @@ _IDS, _MASK, _POSITIONS, _LABELS = "input_ids", "attention_mask", "position_ids"
 class BatchCheck:
     """Takes the batches of a model with so many tokens in its embedding, and positions for so many (None: any number).
 
-    `what_mixes`: why its layers let packed documents see each other; None: they keep them apart.
+    `what_mixes`: why its layers let packed documents see each other; None: they keep them apart. `classifies`: targets are of samples, whose
+    last token is the one before `padding`.
     """
 
     vocabulary_size: int
     most_positions: int | None
     what_mixes: Callable[[], str | None]
+    classifies: bool = False
+    padding: int | None = None
 
     def __call__(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
         """The inputs of the first layer, and the targets of the loss.
@@ -56,6 +60,12 @@ class BatchCheck:
         ids = inputs.get(_IDS) if isinstance(inputs, Mapping) else inputs
         if isinstance(ids, Tensor):
             self._check_ids(ids)
+            has_mask = isinstance(inputs, Mapping) and inputs.get(_MASK) is not None
+            padding = self.padding if self.classifies and not has_mask else None
+            if padding is not None and ids.device.type == "cpu" and bool((ids == padding).any()):
+                raise ValueError(
+                    f"{_IDS} have the padding token {padding} and no {_MASK}, which says where each sample ends: give one"
+                )
         return inputs, targets
 
     def _from_dict(self, inputs: Mapping[str, Any], targets: Any) -> tuple[Any, Any]:
@@ -67,7 +77,7 @@ class BatchCheck:
         given = {key: value for key, value in inputs.items() if value is not None}
         labels = given.pop(_LABELS, None)
         ids, mask, positions = (given.get(key) for key in (_IDS, _MASK, _POSITIONS))
-        for key, value in (*given.items(), (_LABELS, labels)):
+        for key, value in (*given.items(), *([] if self.classifies else [(_LABELS, labels)])):
             if isinstance(value, Tensor) and isinstance(ids, Tensor) and value.shape != ids.shape:
                 raise ValueError(
                     f"{key} has the shape {list(value.shape)}, {_IDS} {list(ids.shape)}: both are [batch, sequence]"
@@ -84,7 +94,7 @@ class BatchCheck:
                 "both `labels` and targets are given: targets are shifted already, labels are not; give one of them"
             )
         if labels is not None:
-            targets = shifted(labels, positions)
+            targets = labels if self.classifies else shifted(labels, positions)
         return given, targets
 
     def _check_ids(self, ids: Tensor) -> None:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from pipetrain.config.records import LoraConfig
+from pipetrain.config.write_files import draft_beside
 from pipetrain.models.hf.lora import merged_weights, write_adapters
 from pipetrain.models.hf.parts import HfNames, Parts, model_parts
 from pipetrain.models.hf.pruned import empty_model
@@ -100,11 +101,11 @@ def keep_files(source: HfSource, folder: Path, tokenizer: Path | None = None) ->
     `tokenizer`: a folder with another one, which the data were made with.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source.folder / CONFIG, folder / CONFIG)
     others = () if tokenizer is None else HfSource(str(tokenizer), tokenizer, {}).beside_weights
-    for path in (*source.beside_weights, *others):
+    for path in (source.folder / CONFIG, *source.beside_weights, *others):
         if path.name != "generation_config.json" or path.parent == source.folder:
-            shutil.copyfile(path, folder / path.name)
+            with draft_beside(folder / path.name) as draft:
+                shutil.copyfile(path, draft)
 
 
 def check_out(out: Path) -> None:

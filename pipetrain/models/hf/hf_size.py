@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
-from pipetrain.config.records import ModelConfig
+from pipetrain.config.records import HUGGING_FACE, ModelConfig
 from pipetrain.models.hf.source import HfSource, check_loadable, find_source
-from pipetrain.models.size import ModelSize
+from pipetrain.models.size import ModelSize, Style, intermediate_size
 
 _MORE_THAN_TEXT = ("vision_config", "audio_config", "text_config", "thinker_config")
 # Activations of an MLP with a gate, so with three matrices instead of two; the kinds of models whose config does not tell.
@@ -33,6 +33,8 @@ class HfShape:
         self.vocabulary_size = self.number("vocab_size")
         self.num_experts = self.number("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
         self.most_positions = self.number("max_position_embeddings", "n_positions")  # of the longest sample
+        act = str(config.get("hidden_act") or config.get("hidden_activation") or "")
+        self.is_gated = act in _GATED or str(config.get("model_type", "")).startswith(_GATED_KINDS)
 
     def number(self, *names: str, default: int = 0) -> int:
         """The first of these fields that is set."""
@@ -77,9 +79,7 @@ class HfShape:
     def feeding(self, number: int) -> tuple[int, int]:
         """Entries of the matrices of the MLP or the experts: of all, and of those that a token passes."""
         inner = self.number("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", default=4 * self.width)
-        act = str(self.config.get("hidden_act") or self.config.get("hidden_activation") or "")
-        is_gated = act in _GATED or str(self.config.get("model_type", "")).startswith(_GATED_KINDS)
-        matrices = 3 if is_gated else 2
+        matrices = 3 if self.is_gated else 2
         if not self.has_experts(number):
             dense = matrices * self.width * self.number("intermediate_size_mlp", default=inner)
             return dense, dense
@@ -132,6 +132,9 @@ def check_transformers() -> None:
         raise ValueError("model=hf needs transformers, which is not installed: pip install 'pipetrain[hf]'")
 
 
+_CAUSAL = ("ForCausalLM", "LMHeadModel", "Model")  # how classes with its weights are called; the last has no head
+
+
 def check_hf(config: ModelConfig) -> None:
     """Raises ValueError: it is no causal language model of text, here on this machine, whose weights can be trained."""
     if config.path is None:
@@ -145,10 +148,12 @@ def check_hf(config: ModelConfig) -> None:
             f"model.path={config.path}: {_class_name(source)} is a model of more than text (its config.json has {more}), and stages take text "
             "alone: save the language model in it as a causal language model of its own, and name that folder"
         )
-    if source.config.get("is_encoder_decoder"):
-        raise ValueError(
-            f"model.path={config.path}: {_class_name(source)} has an encoder; name a model that goes on with text"
-        )
+    named = source.config.get("architectures") or []
+    if source.config.get("is_encoder_decoder") or (named and not any(str(name).endswith(_CAUSAL) for name in named)):
+        what = "name one, as of AutoModelForCausalLM"
+        if any("ForSequenceClassification" in str(name) for name in named):
+            what = "model=python trains it, from a function that returns AutoModelForSequenceClassification.from_pretrained(...)"
+        raise ValueError(f"model.path={config.path}: {_class_name(source)} is no causal language model; {what}")
     if config.weights == "pretrained":
         check_loadable(source)
 
@@ -158,6 +163,23 @@ def hf_size(config: ModelConfig, vocabulary_size: int | None, sequence_length: i
     size = hf_size_of(_source(config).config, sequence_length)
     frozen = config.lora.rank is not None  # embedding and head are, so there is no gradient to exchange
     return replace(size, tied=()) if frozen else size
+
+
+def decoder_sizes(config: ModelConfig, vocabulary_size: int | None) -> HfShape:
+    """The sizes of a decoder: of the config.json that `model.path` names, or of the keys of `model`.
+
+    Raises:
+        ValueError: its vocabulary is not known.
+    """
+    if config.name == HUGGING_FACE:
+        return HfShape(_source(config).config)
+    size = config.vocab_size or vocabulary_size
+    if size is None:
+        raise ValueError(
+            "model.vocab_size is not set, and its tokenizer is not loaded; set it, as in model.vocab_size=50304"
+        )
+    own = {"intermediate_size": intermediate_size(config), "vocab_size": size, "tie_word_embeddings": False}
+    return HfShape({**asdict(config), "hidden_act": "silu" if config.name == Style.LLAMA else "gelu", **own})
 
 
 def longest_hf_sample(config: ModelConfig) -> int | None:

@@ -45,7 +45,11 @@ def add_adapters(model: PreTrainedModel, parts: Parts, config: LoraConfig, *, se
         for number in sorted(set(targets.values())):
             torch.default_generator.manual_seed(mix(weight_seed(seed, number), _SALT))
             for name in (name for name, layer in targets.items() if layer == number):
-                _draw_adapter(model.get_submodule(name))
+                # As PEFT draws it, on the host, so that a GPU begins with the same numbers.
+                down = model.get_submodule(name).lora_A[_ADAPTER].weight
+                drawn = nn.init.kaiming_uniform_(torch.empty(down.shape, dtype=torch.float32), a=math.sqrt(5))
+                with torch.no_grad():
+                    down.copy_(drawn)
 
 
 def check_targets(model: PreTrainedModel, parts: Parts, config: LoraConfig) -> None:
@@ -155,12 +159,3 @@ def _linear_layers(model: PreTrainedModel, parts: Parts) -> Iterator[str]:
 
 def _is_meant(name: str, target: str) -> bool:
     return f".{name}".endswith(f".{target}")
-
-
-def _draw_adapter(layer: nn.Module) -> None:
-    """As PEFT draws it, on the host, so that a GPU begins with the same numbers."""
-    down = layer.lora_A[_ADAPTER].weight  # type: ignore[index, union-attr]
-    drawn = torch.empty(down.shape, dtype=torch.float32)
-    nn.init.kaiming_uniform_(drawn, a=math.sqrt(5))
-    with torch.no_grad():
-        down.copy_(drawn)

@@ -17,6 +17,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -118,7 +119,10 @@ class AsGiven(nn.Module):
 
 def model_parts(model: PreTrainedModel) -> Parts:
     """The parts of a model, whole, on meta, or with modules `Elsewhere`. Raises ValueError: it cannot be cut; the message has the reason."""
+    config = model.config.get_text_config(decoder=True)
     try:
+        if key := next((key for key in _BETWEEN if getattr(config, key, 0)), None):
+            raise _Unfit(f"{_BETWEEN[key]} ({key}={getattr(config, key)} in its config)")
         layers, number = _list_of_layers(model)
         try:
             return _traced(model, layers, number, returns_tuple=False)
@@ -131,6 +135,13 @@ def model_parts(model: PreTrainedModel) -> Parts:
             f"{type(model).__name__} cannot be cut into stages: {fault}. docs/MODELS.md has the families that can; a model of your own is a "
             "list of layers, or a ModelSpec"
         ) from fault
+
+
+# What decoder layers get beside the hidden state, by the field of the config that says so.
+_BETWEEN = {
+    "hidden_size_per_layer_input": "each decoder layer gets its own embedding of each token",
+    "num_kv_shared_layers": "its last decoder layers use keys and values of earlier ones",
+}
 
 
 class _Unfit(Exception):
@@ -224,6 +235,10 @@ def _recorded_run(
         with torch.enable_grad(), masks_decided(packed=False, waits=False):
             output = hollow(inputs_embeds=hidden, use_cache=False)
     except Exception as error:
+        if isinstance(error, TypeError) and "inputs_embeds" not in signature(hollow.forward).parameters:
+            raise _Unfit(
+                f"its {type(hollow).__name__}, which calls the decoder layers, takes no embeddings (inputs_embeds)"
+            ) from error
         raise _Unfit(
             f"the forward of its {type(hollow).__name__} fails on inputs_embeds alone ({type(error).__name__}: {error})"
         ) from error

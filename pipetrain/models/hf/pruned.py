@@ -19,14 +19,15 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, initialization
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
+from pipetrain.config.read_files import opened_tensors
 from pipetrain.models.hf.parts import Elsewhere, Parts, model_parts
-from pipetrain.models.hf.source import HfSource, check_loadable, reason_of
+from pipetrain.models.hf.source import BRING, HfSource, check_loadable, reason_of
 from pipetrain.stage.seeding import generators_restored, weight_seed
 
 PRETRAINED, RANDOM = "pretrained", "random"
@@ -158,7 +159,9 @@ def _replace(model: PreTrainedModel, parts: Parts, kept: set[int | None], tied: 
 def _read(pruned: _PrunedClass, config: PretrainedConfig, source: HfSource, dtype: torch.dtype) -> PreTrainedModel:
     """Loads what the pruned model has, and nothing else."""
     with contextlib.ExitStack() as files, _environment(_READ_ONE_BY_ONE, "1"):
-        open_file = cache(lambda path: files.enter_context(safe_open(path, framework="pt", backend="pread")))
+        open_file = cache(
+            lambda path: files.enter_context(opened_tensors(path, BRING, framework="pt", backend="pread"))
+        )
         try:
             model, info = pruned.made.from_pretrained(
                 None,
@@ -168,7 +171,7 @@ def _read(pruned: _PrunedClass, config: PretrainedConfig, source: HfSource, dtyp
                 ignore_mismatched_sizes=True,  # to tell which in a line
                 output_loading_info=True,
             )
-        except (RuntimeError, OSError, SafetensorError) as error:
+        except (RuntimeError, OSError, OverflowError, SafetensorError) as error:
             raise ValueError(f"model.path={source.name}: its weights cannot be loaded ({reason_of(error)})") from error
     if mismatched := sorted(info["mismatched_keys"]):
         name, found, wanted = mismatched[0]

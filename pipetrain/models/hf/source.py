@@ -5,9 +5,7 @@ Without torch: a login node plans a run with it, and no process has to start to 
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError, safe_open
 
+from pipetrain.config.read_files import DamagedFile, check_regular, fitted, opened_tensors, read_object
 from pipetrain.config.records import HUGGING_FACE, ModelConfig
+from pipetrain.config.terminal import say
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -27,6 +26,7 @@ _BESIDE = re.compile(
     r"tokenizer.*|.*\.jinja|.*\.model|.*\.tiktoken|vocab\..*|merges\.txt|special_tokens_map\.json|added_tokens\.json"
     r"|generation_config\.json|chat_template\.json|LICENSE.*|NOTICE.*"
 )
+BRING = "bring the whole model there again"
 _POLL_SECONDS = 0.5  # between two looks at what another process downloads
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "NOTICE*"]
@@ -58,7 +58,7 @@ class HfSource:
             if named:
                 return str(named).removeprefix("torch.")
         for file in dict.fromkeys(self.weight_map.values()):
-            with safe_open(file, framework="np") as opened:
+            with opened_tensors(file, BRING, framework="np") as opened:
                 found = {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118, it is no mapping
             if stored := next((_FLOATS[dtype] for dtype in _FLOATS if dtype in found), None):
                 return stored
@@ -69,16 +69,11 @@ class HfSource:
         """The file of each weight, by its name in the files; with an index none is opened. Raises ValueError: one is missing or cannot be read."""
         index, single = self.folder / INDEX, self.folder / WEIGHTS
         if single.is_file():
-            try:
-                with safe_open(single, framework="np") as opened:
-                    return dict.fromkeys(opened.keys(), single)
-            except (OSError, SafetensorError) as error:
-                raise ValueError(f"{single} is no safetensors file ({error})") from error
+            with opened_tensors(single, BRING, framework="np") as opened:
+                return dict.fromkeys(opened.keys(), single)
         if not index.is_file():
             raise ValueError(f"model.path={self.name}: {self._no_weights()}")
-        names = _read_json(index, self.name).get("weight_map")
-        if not isinstance(names, Mapping) or not names:
-            raise ValueError(f"model.path={self.name}: {index} has no weight_map: it is no index of weights")
+        names = self._indexed()
         if outside := next((file for file in names.values() if Path(file).name != file), None):
             raise ValueError(f"model.path={self.name}: {INDEX} names {outside!r}, which is not in its folder")
         if missing := self.missing_files():
@@ -95,9 +90,22 @@ class HfSource:
 
     def missing_files(self) -> list[str]:
         """The names of weight files that are not here (yet)."""
-        index = self.folder / INDEX
-        names = _read_json(index, self.name).get("weight_map", {}).values() if index.is_file() else [WEIGHTS]
+        names = self._indexed().values() if (self.folder / INDEX).is_file() else [WEIGHTS]
         return [file for file in dict.fromkeys(names) if not (self.folder / file).is_file()]
+
+    def _indexed(self) -> dict[str, str]:
+        """The name of the file of each weight, as the index has it."""
+        try:
+            names: dict[str, str] = fitted(dict[str, str], _read_json(self.folder / INDEX, self.name).get("weight_map"))
+        except DamagedFile:
+            raise
+        except ValueError:
+            names = {}
+        if not names:
+            raise ValueError(
+                f"model.path={self.name}: {self.folder / INDEX} has no weight_map: it is no index of weights"
+            )
+        return names
 
     def _no_weights(self) -> str:
         if any(self.folder.glob("*.bin")) or any(self.folder.glob("*.pth")):
@@ -129,6 +137,9 @@ def find_source(path: str, revision: str | None = None) -> HfSource:
             f"model.path={path}: {folder} has no {CONFIG}, so it is no model that transformers has saved; name the folder that "
             "save_pretrained wrote"
         )
+    for file in folder.iterdir():  # others read them, who would wait for a pipe
+        if not file.is_dir():
+            check_regular(file, BRING)
     return HfSource(path, folder.absolute(), _read_json(folder / CONFIG, path))
 
 
@@ -217,7 +228,7 @@ def _alone(name: str, timeout_seconds: float) -> Iterator[None]:
                         "more has arrived; end that process, or give the folder of a model that is here"
                     ) from None
                 if size == -1:
-                    print(f"pipetrain: another process downloads {name}; waiting for it", file=sys.stderr, flush=True)
+                    say(f"another process downloads {name}; waiting for it")
                 size, wait = now, timeout_seconds
     except OSError as error:
         raise ValueError(f"model.path={name}: {home} cannot be written ({error.strerror}); set HF_HOME") from error
@@ -251,9 +262,6 @@ def reason_of(error: BaseException) -> str:
 
 def _read_json(path: Path, name: str) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model.path={name}: {path} cannot be read ({error})") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"model.path={name}: {path} holds no JSON object")
-    return value
+        return read_object(path, BRING)
+    except DamagedFile as error:
+        raise ValueError(f"model.path={name}: {error}") from error

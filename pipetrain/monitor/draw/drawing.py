@@ -36,8 +36,14 @@ CAUSES = {
     "wait B": (
         "wait_gradient_seconds",
         "waits for a gradient of the stage after",
-        "recompute.mode=overlap, or pipeline.split_backward=true",
+        "recompute.mode=overlap if it is another, or pipeline.split_backward=true",
         "#c2477f",
+    ),
+    "copy": (
+        "wait_copy_seconds",
+        "waits for a set to come back from host memory, or for the copy that frees a place",
+        "more recompute.sets, or recompute.offload=auto",
+        "#9a6fb0",
     ),
     "imbalance": (
         "imbalance_seconds",
@@ -45,10 +51,28 @@ CAUSES = {
         "another pipeline.balance",
         "#5f9ea0",
     ),
+    "host": (
+        "host_seconds",
+        "has all that its next op needs, and is on the way to it",
+        "larger microbatches, or fewer of them",
+        "#b5838d",
+    ),
+    "hand-over": (
+        "handover_seconds",
+        "has all that its next op needs, and the thread that computes has not been woken yet",
+        "an idle machine, larger microbatches, or fewer of them",
+        "#7f9c96",
+    ),
+    "machine": (
+        "machine_seconds",
+        "has all that its next op needs, and is not run, as its machine runs others or another thread holds Python's lock",
+        "an idle machine, or fewer ranks on it",
+        "#3d405b",
+    ),
     "unexplained": (
         "other_seconds",
         "has all that its next op needs, and runs nothing",
-        "an idle machine, or layers that do not wait for the device",
+        "layers that do not wait for the device",
         "#a40e26",
     ),
 }

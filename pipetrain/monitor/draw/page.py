@@ -12,9 +12,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from pipetrain.config.terminal import printable
 from pipetrain.monitor.breakdown import RankBreakdown
 from pipetrain.monitor.draw.drawing import CAUSES, drawing_data, panel_of
-from pipetrain.monitor.draw.table import Table, number, printable, size
+from pipetrain.monitor.draw.table import Table, number, size
 from pipetrain.monitor.report import RunReport, in_a_line, remarks, report_parts
 from pipetrain.monitor.residuals import residuals
 from pipetrain.monitor.shown import Shown
@@ -63,16 +64,19 @@ def page(title: str, *parts: str, live: bool = False) -> str:
 """
 
 
-def html(*shown: Shown, above: Sequence[str] = ()) -> str:
-    """The page for one schedule, or for several on one time scale, below what is HTML already."""
+def html(*shown: Shown, above: Sequence[str] = (), others: Mapping[str, Shown] | None = None) -> str:
+    """The page for one schedule, or for several on one time scale, below what is HTML already. `others`, by name: of which the reader picks one."""
     names = [one.title for one in shown]
     panels = [panel_of(one, name) for one, name in zip(shown, names)]
+    picked = [
+        {"step": number, "panels": [panel_of(one, name)]} for number, (name, one) in enumerate((others or {}).items())
+    ]
     sections = [
         Section("Where the recomputation went", recomputation(shown, names)),
         Section("Numbers", tables=(schedules_table(shown),)),
         *rank_numbers(shown, names),
     ]
-    return page("; ".join(names), *above, drawing(drawing_data(panels)), tables_html(sections))
+    return page("; ".join(names), *above, drawing(drawing_data(panels, picked), "compare with"), tables_html(sections))
 
 
 def run_page(values: Mapping[str, Any], charts: Any, *, above: Sequence[Section] = (), live: bool = False) -> str:
@@ -148,17 +152,17 @@ def tables_html(sections: Iterable[Section]) -> str:
     return f'<div id="tables">{"".join(section.as_html() for section in sections)}</div>'
 
 
-def drawing(data: str) -> str:
-    """The part that timeline.js fills from `data`, the text of `drawing_data`."""
+def drawing(data: str, picker: str = "recorded step") -> str:
+    """The part that timeline.js fills from `data`, the text of `drawing_data`. `picker`: what the list of steps is called."""
     return f"""<div id="drawing">
-<div class="tools"><span id="picker"><label>recorded <select id="step" aria-label="recorded step"></select></label></span>
+<div class="tools"><span id="picker"><label>{picker} <select id="step" aria-label="{picker}"></select></label></span>
 <span><button id="closer" aria-label="zoom in">+</button> <button id="farther" aria-label="zoom out">&minus;</button>
 <button id="whole">whole step</button></span>
 <label><input type="checkbox" id="lanes"> a row per lane</label>
 <span class="tools" id="legend"></span></div>
 <canvas id="steps" tabindex="0" role="img" aria-label="Ops of each rank over time; arrow keys choose an op, whose facts follow" aria-describedby="chosen"></canvas>
 <p class="faint help">Click an op, or use the arrow keys: its facts stand here. Drag moves, Ctrl and wheel, double click or + and - zoom, 0 shows the whole step, [ and ]
-pick a recorded step. Paler boxes are of a later stage of the same rank.</p>
+pick another step. Paler boxes are of a later stage of the same rank.</p>
 <div id="chosen" role="status" aria-live="polite"></div>
 <h2>Memory per rank</h2><canvas id="memory" role="img" aria-label="What each rank holds over time" aria-describedby="memory-words"></canvas>
 <p class="faint" id="memory-words"></p>
@@ -272,6 +276,7 @@ def _or_zero(seconds: float, rank: RankBreakdown) -> float:
 
 
 def _causes_in(breakdown: Sequence[RankBreakdown]) -> dict[str, tuple[str, str, str, str]]:
-    """All, but where no step ended with gradients that were added up, not that one."""
-    reduces = any(rank.reduce_exposed_seconds > 0 for rank in breakdown)
-    return {head: cause for head, cause in CAUSES.items() if head != "reduce" or reduces}
+    """All, but of these those alone that are there."""
+    rare = ("reduce", "copy", "host", "hand-over", "machine")
+    found = {head for head in rare if any(getattr(rank, CAUSES[head][0]) > 0 for rank in breakdown)}
+    return {head: cause for head, cause in CAUSES.items() if head in found or head not in rare}

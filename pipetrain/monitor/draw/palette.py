@@ -31,6 +31,8 @@ LOOKS = {
     "weight gradient": Looks("backward, weights", "#7b3f7d", "#ffffff", "+", "38;5;231;48;5;90"),
     "reduce": Looks("gradients added up", "#6b7280", "#ffffff", "%", "38;5;231;48;5;242"),
     "call": Looks("call", "#c9d1d9", "#24292f", "c", "38;5;16;48;5;252"),
+    "offload": Looks("set to the host", "#b03a48", "#ffffff", "v", "38;5;231;48;5;124"),
+    "reload": Looks("set back from the host", "#e39ba5", "#4a0d16", "^", "38;5;16;48;5;217"),
     "recompute": Looks("recompute", "#f0a830", "#3d2600", "~", "38;5;16;48;5;214"),
 }
 

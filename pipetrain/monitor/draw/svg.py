@@ -82,10 +82,10 @@ def _panel(one: Shown, name: str, top: int, width: int, longest: float) -> str:
 
 
 def _boxes(one: Shown, rank: int, row: _Row, several: bool) -> list[str]:
-    """The ops of a rank, paler those of its later stages; where R ran beside the others, as on a GPU, R in the lower part of the row. What adds up gradients, which
-    does not occupy the rank, is a line at its foot."""
-    foot = replace(row, y=row.y + _ROW - _FOOT, height=_FOOT)
-    reduces = [event for event in one.timeline.of_rank(rank) if event.lane is Lane.REDUCE and event.op.kind.row.looks]
+    """The ops of a rank, paler those of its later stages; where R ran beside the others, as on a GPU, R in the lower part of the row. What adds
+    up gradients or copies sets, which does not occupy the rank, is a line at its foot; at its head, if it copies a set back."""
+    head, foot = replace(row, height=_FOOT), replace(row, y=row.y + _ROW - _FOOT, height=_FOOT)
+    beside = [event for event in one.timeline.of_rank(rank) if event.op.kind.row.looks and not event.op.kind.computes]
     events = [event for event in one.timeline.of_rank(rank) if event.op.kind.computes]
     rows = dict.fromkeys(Lane, row)
     exposed = row
@@ -101,9 +101,10 @@ def _boxes(one: Shown, rank: int, row: _Row, several: bool) -> list[str]:
         if event.op.stage in later:
             paler = 'rx="3" fill="#ffffff" fill-opacity=".45" pointer-events="none"/>'
             pieces.append(_rect(rows[event.lane], event.start, event.end, 'class="later"', paler, inset=0.75))
-    for event in reduces:
+    for event in beside:
         filled = f'fill="{looks_of(event.op.kind).fill}">{_title(event, row.start)}'
-        pieces.append(_rect(foot, event.start, event.end, 'class="reduce"', filled))
+        line = head if event.lane is Lane.RELOAD else foot
+        pieces.append(_rect(line, event.start, event.end, f'class="{event.lane.value}"', filled))
     hatched = 'rx="3" fill="url(#exposed)" pointer-events="none"/>'  # recomputation for which the next op had to wait
     pieces += [_rect(exposed, begin, end, 'class="hatch"', hatched) for begin, end in one.exposed(rank)]
     return [*pieces, *(_name(event, rows[event.lane], several, event.op.stage in later) for event in events)]

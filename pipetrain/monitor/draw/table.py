@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from pipetrain.config.terminal import printable
+
 Row = Sequence[str]
 _NARROWEST_RULE = 3  # markdown wants three characters below a column's head
-_OBEYED = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Table:
     words: Sequence[tuple[str, str]] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "head", tuple(map(printable, self.head)))
-        object.__setattr__(self, "rows", tuple(tuple(map(printable, row)) for row in self.rows))
+        object.__setattr__(self, "head", _cells_of(self.head))
+        object.__setattr__(self, "rows", tuple(map(_cells_of, self.rows)))
 
     def as_text(self, *, ruled: bool = False) -> str:
         """Columns two spaces apart; `ruled`: with a line below the head."""
@@ -61,9 +61,8 @@ class Table:
             yield f"<{tag}{side}>{escape(cell)}</{tag}>"
 
 
-def printable(text: str) -> str:
-    """`text` without what a terminal would obey: control codes, and marks that turn the direction of text, become U+FFFD."""
-    return _OBEYED.sub("\ufffd", text)
+def _cells_of(row: Row) -> Row:
+    return tuple(printable(cell, lines=False) for cell in row)
 
 
 def number(value: float | None, shape: str = "{:.4g}") -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from pipetrain.monitor.draw.palette import Looks, drawn_kinds, looks_of
 from pipetrain.schedule.events import OpEvent, Timeline, ran_beside
-from pipetrain.schedule.kinds import REDUCING
+from pipetrain.schedule.kinds import COPY_LANES, REDUCING
 from pipetrain.schedule.op import Kind, Lane
 
 _LABEL_COLUMNS = 3  # an op gets this many columns if there is room: "F0" and a gap of its own kind
@@ -31,7 +31,8 @@ def staircase(
     `F0`, `R0`, `B0` are of microbatch 0, with the stage in front (`2F0`) where a rank has several; `.` is bubble, `%` one in which
     gradients are added up. With
     `colour`, in ANSI colours. `seconds` is what the width stands for, if not this step: the longest of several steps puts
-    them on one time scale. A rank whose R ran beside other ops, as on a GPU, has a second row for R.
+    them on one time scale. A rank whose R ran beside other ops, as on a GPU, has a second row for R. Copies of sets to host memory and back
+    have a row each, with the numbers of the microbatches.
     """
     computing = [event for event in timeline.events if event.op.kind.computes]
     shared = len({(event.rank, event.op.stage) for event in computing}) > len({event.rank for event in computing})
@@ -45,6 +46,8 @@ def staircase(
         events = sorted((event for event in computing if event.rank == rank), key=lambda event: event.start)
         lanes = (Lane.COMPUTE, Lane.RECOMPUTE) if ran_beside(events) else None
         rows = [[event for event in events if event.lane is lane] for lane in lanes] if lanes else [events]
+        copies = [[event for event in timeline.of_rank(rank) if event.lane is lane] for lane in COPY_LANES]
+        rows += [row for row in copies if row]
         for number, row in enumerate(rows):
             cells = _cells(row, timeline.start, span, columns)
             if number == 0:
@@ -102,15 +105,15 @@ def _drawn(cells: Sequence[OpEvent | None], names_stage: bool, colour: bool) -> 
             drawn += "." * columns
             continue
         kind, name, looks = event.op.kind, _name(event, names_stage), looks_of(event.op.kind)
-        if len(name) > columns and kind.computes:
-            name = kind.value
+        if len(name) > columns:
+            name = kind.value if kind.computes else ""
         drawn += _painted(name.ljust(columns, " " if colour else looks.character), looks, colour)
     return drawn.rstrip() if colour else drawn
 
 
 def _name(event: OpEvent, names_stage: bool) -> str:
     if not event.op.kind.computes:
-        return ""
+        return str(event.op.microbatch) if event.lane in COPY_LANES else ""
     return str(event.op) if names_stage else str(event.op).removeprefix(str(event.op.stage))
 
 

@@ -3,8 +3,8 @@
   'use strict';
   const $ = id => document.getElementById(id);
   if (!$('data')) return;
-  const LANES = ['compute', 'recompute', 'send', 'recv', 'reduce'], [COMPUTE, RECOMPUTE, , RECV, REDUCE] = LANES.keys();
-  const HEIGHTS = [22, 14, 9, 9, 9], LEFT = 92, RIGHT = 12, GAP = 5, HEAD = 40, FOOT = 4;
+  const LANES = ['compute', 'recompute', 'send', 'recv', 'reduce', 'offload', 'reload'];
+  const [COMPUTE, RECOMPUTE, , RECV, REDUCE, ...COPIES] = LANES.keys(), HEIGHTS = [22, 14, 9, 9, 9, 9, 9], LEFT = 92, RIGHT = 12, GAP = 5, HEAD = 40, FOOT = 4;
   const FONT = "ui-sans-serif, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif";
   const state = { pick: -1, from: 0, to: 1, hover: null, chosen: null };
   let data, recorded = [], panels = [], rows = [], longest = 1, scheduled = false; // `recorded`: a panel per step and replica
@@ -91,7 +91,7 @@
         const first = own.filter(op => op.lane === COMPUTE || (!beside && op.lane === RECOMPUTE));
         rows.push({ panel, rank, ops: first, y, height: HEIGHTS[COMPUTE], lane: COMPUTE, label: name });
         y += HEIGHTS[COMPUTE] + 1;
-        for (const lane of lanes ? [1, 2, 3, 4] : beside ? [RECOMPUTE, REDUCE] : [REDUCE]) {
+        for (const lane of lanes ? [1, 2, 3, 4, ...COPIES] : [...(beside ? [RECOMPUTE] : []), REDUCE, ...COPIES]) {
           const ops = own.filter(op => op.lane === lane);
           if (!ops.length) continue;
           rows.push({ panel, rank, ops, y, height: lanes || lane === RECOMPUTE ? HEIGHTS[lane] : FOOT, lane, label: lanes ? LANES[lane] : '' });
@@ -130,7 +130,7 @@
   }
   function hatching(brush) {
     const tile = element('canvas', null, null, { width: 6, height: 6 }), pen = tile.getContext('2d');
-    Object.assign(pen, { strokeStyle: '#3d260078', lineWidth: 1.6 });
+    Object.assign(pen, { strokeStyle: '#3d260055', lineWidth: 1.4 });
     for (const x of [-6, 0, 6]) { pen.moveTo(x, 6); pen.lineTo(x + 6, 0); }
     pen.stroke();
     return hatch || (hatch = brush.createPattern(tile, 'repeat'));
@@ -250,7 +250,7 @@
     });
     parts.forEach(({ name, fill, words, tries }, place) => {
       const total = panel.parts.reduce((sum, of) => sum + of[place], 0) / (panel.seconds * panel.ranks.length);
-      if (!(total > 1e-6)) return;
+      if (!(total >= 5e-4)) return; // 0.0 %
       key(list, name, fill);
       element('span', share(total), list);
       element('span', place ? `The rank ${words}. Try ${tries}.` : 'The rank computes.', list);
@@ -260,7 +260,7 @@
     const parent = empty('charts'), { steps, lines } = data.charts, last = steps.length - 1;
     $('over').hidden = steps.length < 2;
     for (const { name, values, percent } of lines) {
-      const known = values.filter(value => value !== null), words = value => value === null ? 'not a number' : percent ? share(value) : digits(value);
+      const known = values.filter(value => value !== null), words = value => value === null ? 'no value' : percent ? share(value) : digits(value);
       if (!known.length) continue;
       const low = Math.min(...known), high = Math.max(...known), figure = element('div', null, parent);
       const caption = element('div', null, figure), say = place => { caption.textContent = `${name}: ${words(values[place])} at step ${steps[place]}`; };

@@ -49,8 +49,8 @@ def can_polish() -> bool:
 def polish(problem: OrderProblem, start: Schedule, effort: Effort) -> Polished:
     """A better order than that of `start`, a schedule of `problem`, if one is found in time."""
     cp_model: Any = importlib.import_module("ortools.sat.python.cp_model")  # not at the top: it takes a second
-    unit = _unit(problem.costs, simulate(start, problem.costs).step_seconds)
-    whole = replace(problem, costs=_in_units(problem.costs, unit))
+    unit = unit_of(problem.costs, simulate(start, problem.costs).step_seconds)
+    whole = replace(problem, costs=in_units(problem.costs, unit))
     events = (event for event in simulate(start, whole.costs).events if event.op.kind.computes)
     model = _Model(cp_model, whole, {event.op: round(event.start) for event in events})
     solver = cp_model.CpSolver()
@@ -63,12 +63,12 @@ def polish(problem: OrderProblem, start: Schedule, effort: Effort) -> Polished:
         solver.parameters.max_time_in_seconds = effort.seconds
     else:
         solver.parameters.max_deterministic_time = effort.steps
-    status = _solved(solver, model.model)
+    status = solved(solver, model.model)
     found = model.order(solver, unit) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
     return Polished(found, max(model.least, math.ceil(solver.BestObjectiveBound() - 1e-6)) * unit)
 
 
-def _solved(solver: Any, model: Any) -> int:
+def solved(solver: Any, model: Any) -> int:
     """The solver's status. On a thread of its own, so that Ctrl-C ends the search and the command, at once."""
     solver.parameters.catch_sigint_signal = False
     with ThreadPoolExecutor(1) as pool:
@@ -83,7 +83,7 @@ def _solved(solver: Any, model: Any) -> int:
     return status
 
 
-def _unit(costs: Costs, step_seconds: float) -> float:
+def unit_of(costs: Costs, step_seconds: float) -> float:
     """The unit of time: all times are whole multiples of it, or it is a small part of the step."""
     times = [seconds for kind in Kind if kind.row.cost for seconds in costs.of(kind)]
     for denominator in _DENOMINATORS:
@@ -92,22 +92,16 @@ def _unit(costs: Costs, step_seconds: float) -> float:
     return step_seconds / _PARTS_OF_A_STEP
 
 
-def _in_units(costs: Costs, unit: float) -> Costs:
+def in_units(costs: Costs, unit: float) -> Costs:
     """`costs` in whole units, rounded down."""
 
     def whole(times: Sequence[float]) -> tuple[float, ...]:
         return tuple(float(math.floor(time / unit + 1e-6)) for time in times)
 
-    halves = [costs.of(kind) for kind in PASS_SEQUENCES[Direction.BACKWARD][-1]]
-    return Costs(
-        forward=whole(costs.forward),
-        backward=whole(costs.backward),
-        recompute=whole(costs.recompute),
-        hop_forward=whole(costs.hop_forward),
-        hop_backward=whole(costs.hop_backward),
-        input_gradient=whole(halves[0]),
-        weight_gradient=whole(halves[1]),
-    )
+    input_gradient, weight_gradient = (whole(costs.of(kind)) for kind in PASS_SEQUENCES[Direction.BACKWARD][-1])
+    names = ("forward", "backward", "recompute", "hop_forward", "hop_backward", "offload")
+    times = {name: whole(getattr(costs, name)) for name in names}
+    return Costs(**times, input_gradient=input_gradient, weight_gradient=weight_gradient)
 
 
 class _Model:

@@ -3,6 +3,9 @@
     rule, families ──► best ──► search from there (`climb`, with ortools then `polish.py`) ──► FoundSchedule
                                       └ its orders are simulated as all are: what counts is the step that runs
 
+With `recompute.offload=auto` a quarter of the seconds goes to this search, without copies: its order is a candidate. `by_stage.py` takes
+the rest, and tries shorter steps.
+
 The user's cache folder keeps the result for each problem: the same search is not repeated, and a longer one starts from the result.
 """
 
@@ -23,16 +26,18 @@ from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import csv_of_order, order_of_csv
 from pipetrain.schedule.families import ALWAYS_SPLIT, WITH_WARMUP, ComputeLanes
 from pipetrain.schedule.make import held_to, lanes_of_ranks, make, problem_of
-from pipetrain.schedule.policy import Keep
+from pipetrain.schedule.policy import Keep, Offload
 from pipetrain.schedule.recompute import order_of
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.schedule.search.by_stage import by_solver
 from pipetrain.schedule.search.list_order import Effort, climb
 from pipetrain.schedule.search.polish import can_polish, polish
 from pipetrain.schedule.simulate import simulate
 
 _FAMILIES = ("gpipe", "1f1b", "zb-h1")  # with one stage per rank
 _MOST_POLISHED = 8192  # stages x microbatches: of more, a model takes gigabytes and finds nothing
+_SHARE_WITHOUT_COPIES = 0.25  # of the seconds, for the order to start from
 _SHARE_OF_CLIMB = 0.1  # of the seconds: from a better start constraint programming gets further
 _CACHE_FORMAT = 1  # of cached orders, and of what the model of a problem is: another number finds none of the old
 _SAME = 1 + 1e-9  # steps this close are equal
@@ -70,25 +75,65 @@ def best_schedule(
     """The best schedule for `spec`, of the family `auto`, that is found with `effort`; it passes `check`.
 
     `cache` is the folder for results; None: they are not stored. `say` gets a line if the search takes time. With an effort of
-    0 seconds only the rule and the named families are tried.
+    0 seconds only the rule, the named families and the stored result are tried.
 
     Raises:
         ValueError: as `make`.
     """
     spec = replace(spec, costs=costs)
-    if effort.seconds == 0:
-        return _found(spec, costs, _schedules(spec))
+    if spec.policy.offloads and spec.first_backward < spec.num_stages:
+        return _best_with_copies(spec, costs, effort, cache, say)
     known = None if cache is None else read_order(cache, spec, costs)
     found = _found(spec, costs, _schedules(spec, known), 0.0 if known is None else known.least_seconds)
-    if found.is_proven or (known is not None and known.searched_seconds >= effort.seconds):
+    if effort.seconds == 0 or found.is_proven or (known is not None and known.searched_seconds >= effort.seconds):
         return found
     say(
         f"searching for an order for pipeline.schedule=auto, for {effort.seconds:g} s at most (pipeline.search_seconds)"
     )
-    found = _searched(spec, costs, found, effort)
+    problem, start = problem_of(spec, costs), found
+    polishes = _polishes(spec)
+    first = replace(effort, seconds=effort.seconds * _SHARE_OF_CLIMB) if polishes else effort
+    climbed = climb(problem, first, start.least_seconds)
+    found = _found(spec, costs, [start.schedule, *_sound(spec, lanes_of_ranks(spec, climbed))], start.least_seconds)
+    if polishes and not found.is_proven:
+        polished = polish(problem, found.schedule, replace(effort, seconds=effort.seconds - first.seconds))
+        better = [] if polished.order is None else _sound(spec, lanes_of_ranks(spec, polished.order))
+        found = _found(spec, costs, [found.schedule, *better], max(found.least_seconds, polished.least_seconds))
     if cache is not None:
         write_order(cache, spec, costs, CachedOrder(order_of(found.schedule), found.least_seconds, effort.seconds))
     return found
+
+
+def _best_with_copies(
+    spec: ScheduleSpec, costs: Costs, effort: Effort, cache: Path | None, say: Callable[[str], None]
+) -> FoundSchedule:
+    """As `best_schedule`, where sets may go to host memory: never slower than the best without copies, unless all must go."""
+    known, schedules = None if cache is None else read_order(cache, spec, costs), list[Schedule]()
+    has_searched = known is not None and effort.seconds <= known.searched_seconds
+    if spec.policy.offload is Offload.AUTO:
+        plain = replace(spec, policy=replace(spec.policy, offload=Offload.NONE))
+        share = 0.0 if has_searched else _SHARE_WITHOUT_COPIES
+        first = replace(effort, seconds=effort.seconds * share, steps=effort.steps and effort.steps * share)
+        schedules.append(replace(best_schedule(plain, costs, first, cache, say).schedule, policy=spec.policy))
+    found = _found(spec, costs, [*_schedules(spec, known), *schedules], 0.0 if known is None else known.least_seconds)
+    if effort.seconds == 0 or found.is_proven or has_searched or not _polishes(spec):
+        return found
+    say(
+        f"searching for an order with copies to host memory, for {effort.seconds:g} s at most (pipeline.search_seconds)"
+    )
+    rest = 1 - _SHARE_WITHOUT_COPIES
+    left = replace(effort, seconds=effort.seconds * rest, steps=effort.steps and effort.steps * rest)
+    for order in by_solver(problem_of(spec, costs), found.seconds, left):
+        better = _sound(spec, lanes_of_ranks(spec, order))
+        found = _found(spec, costs, [found.schedule, *better], found.least_seconds)
+    if cache is not None:
+        write_order(cache, spec, costs, CachedOrder(order_of(found.schedule), found.least_seconds, effort.seconds))
+    return found
+
+
+def _polishes(spec: ScheduleSpec) -> bool:
+    small = spec.num_stages * spec.num_microbatches <= _MOST_POLISHED
+    return can_polish() and small and not spec.policy.in_parts
 
 
 def _schedules(spec: ScheduleSpec, known: CachedOrder | None = None) -> Iterator[Schedule]:
@@ -104,20 +149,6 @@ def _schedules(spec: ScheduleSpec, known: CachedOrder | None = None) -> Iterator
             named = replace(spec, family=family, policy=policy, warmup=warmup, split_backward=halves)
             with contextlib.suppress(ValueError):  # it holds more than the stash
                 yield held_to(spec, order_of(make(named)))
-
-
-def _searched(spec: ScheduleSpec, costs: Costs, start: FoundSchedule, effort: Effort) -> FoundSchedule:
-    """The best schedule that a search finds from `start`, or `start`."""
-    problem = problem_of(spec, costs)
-    polishes = can_polish() and not spec.policy.in_parts and spec.num_stages * spec.num_microbatches <= _MOST_POLISHED
-    first = replace(effort, seconds=effort.seconds * _SHARE_OF_CLIMB) if polishes else effort
-    climbed = climb(problem, first, start.least_seconds)
-    found = _found(spec, costs, [start.schedule, *_sound(spec, lanes_of_ranks(spec, climbed))], start.least_seconds)
-    if found.is_proven or not polishes:
-        return found
-    polished = polish(problem, found.schedule, replace(effort, seconds=effort.seconds - first.seconds))
-    better = [] if polished.order is None else _sound(spec, lanes_of_ranks(spec, polished.order))
-    return _found(spec, costs, [found.schedule, *better], max(found.least_seconds, polished.least_seconds))
 
 
 def _sound(spec: ScheduleSpec, order: ComputeLanes) -> list[Schedule]:
@@ -150,11 +181,6 @@ def _found(
 # What was found before, a file per problem in the user's cache folder: $XDG_CACHE_HOME or ~/.cache, pipetrain/orders ------------------
 
 
-def cache_folder() -> Path:
-    """Where the orders of this user are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipetrain" / "orders"
-
-
 def read_order(folder: Path, spec: ScheduleSpec, costs: Costs) -> CachedOrder | None:
     """What was found for this problem; None where nothing was, or where the file cannot be read."""
     path = _cache_file(folder, spec, costs)
@@ -177,15 +203,17 @@ def write_order(folder: Path, spec: ScheduleSpec, costs: Costs, found: CachedOrd
 
 
 def _cache_file(folder: Path, spec: ScheduleSpec, costs: Costs) -> Path:
-    policy = spec.policy
+    policy, times = spec.policy, asdict(costs)
+    copies = (times.pop("offload"), policy.offload, policy.host_sets)
     problem = (
         _CACHE_FORMAT,
-        asdict(costs),
+        times,
         spec.stage_ranks,
         spec.num_microbatches,
         (policy.mode, policy.sets, policy.stash, policy.segments, policy.parts, policy.shares),
         spec.first_backward,
         spec.transport_ahead,
         spec.split_backward,
+        *(copies if policy.offloads else ()),
     )
     return folder / f"{hashlib.sha256(json.dumps(problem).encode()).hexdigest()[:32]}.json"

@@ -387,7 +387,23 @@ def _counts(target: Tensor) -> int:
     return int(target.isfinite().all(1).sum())
 
 
+class ManyKinds(nn.Module):
+    """Tensors of other dtypes and sizes beside what is trained."""
+
+    def forward(self, x: Tensor) -> Any:
+        kinds = {"whole": x.argmax(1), "yes": x > 0, "scalar": x.mean(), "empty": x[:, :0], "unused": x * 3}
+        return x, {**kinds, "double": x.double(), "half": (x * 2).bfloat16()}
+
+
+class JoinsKinds(nn.Module):
+    def forward(self, given: Any) -> Tensor:
+        x, kinds = given
+        x = torch.where(kinds["yes"], x, x * 0.1) * kinds["scalar"] + kinds["whole"][:, None] + kinds["empty"].sum()
+        return torch.tanh(x + kinds["double"].float() + kinds["half"].float())
+
+
 ENTRIES: tuple[Entry, ...] = (
+    stack("tensors of other dtypes and sizes", lambda: [square(), ManyKinds(), nn.Identity(), JoinsKinds(), square()]),
     stack("a dict with a tuple, a number and None", lambda: [Splits(), Passes(), Passes(), Joins(), square()]),
     stack("a namedtuple", lambda: [square(), ToPair(), FromPair(), square()]),
     stack("what torch.sort returns", lambda: [square(), Sorts(), Unsorts(), square()]),

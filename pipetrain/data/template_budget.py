@@ -1,0 +1,291 @@
+"""Chat templates come with models, and are programs: each document has a budget of work and of size, the same on every machine.
+
+    source ──► tree ──► loops, literals, joined texts, compared values and text pass a filter that charges them ──► code
+    call, operator, filter, output ──► charged, and what it gives is measured
+
+Jinja's sandbox keeps a template from reaching Python; it does not keep it from running for ever. What goes over its budget is refused by
+`OverBudget`, whatever time or memory there is: else the samples of a corpus would depend on the machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jinja2 import Template, nodes, pass_context
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+MOST_WORK = 1_000_000  # calls, filters, turns of loops and values looked at, of a small document; some seconds
+WORK_PER_VALUE = (
+    1_000  # more for each value of the document: templates that look at all messages for each one are common
+)
+MOST_SIZE = 2**20  # characters and values of what a template makes of a small document
+SIZE_FACTOR = 8  # of what it makes of a large one, times the size of that
+MOST_SECONDS = 60.0
+_MOST_CALLS = 50  # of macros inside each other
+_MOST_BITS = 4096  # of a number
+_MOST_WIDTH = 1000  # of a column, an indentation, or digits
+_CALL = 20  # units of work of a call: about as long as so many turns of a loop
+_CHARACTERS = 256  # that are one unit of work
+_WITH_WIDTH = {"ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes", "round", "indent", "tojson"}
+# Of no use in a chat: they draw at random, or make much of little.
+_NO_FILTERS = ("batch", "center", "pprint", "random", "slice", "urlize", "wordwrap", "xmlattr")
+_NO_GLOBALS = ("cycler", "joiner", "lipsum")
+_CHEAP_TESTS = {"boolean", "callable", "defined", "false", "float", "integer", "iterable", "mapping", "none"}
+_CHEAP_TESTS |= {"number", "sequence", "string", "true", "undefined"}
+_WIDE = re.compile(r"\d{4,}|%[^a-z%]*\*|:[^}]*\{")  # a width of 1,000 or more, or one that comes with the values
+
+
+class OverBudget(Exception):
+    """A template does more with a document than it may; the message says what."""
+
+
+class TooSlow(Exception):
+    """A document ends the command and is not left out: on a faster machine it may be a sample."""
+
+
+class _Budget:
+    """What is left for one document."""
+
+    def __init__(self, document: Any = None) -> None:
+        self._work, self.most_size, self._written = 0.0, math.inf, 0
+        self.most_size = max(MOST_SIZE, SIZE_FACTOR * self.measure(document, is_charged=False))
+        self._work = MOST_WORK - WORK_PER_VALUE * self._work
+        self._deadline, self._charges = time.monotonic() + MOST_SECONDS, 0
+
+    def charge(self, work: int) -> None:
+        self._work -= work
+        self._charges += 1
+        if self._charges % 4096 == 0 and time.monotonic() > self._deadline:
+            raise TooSlow(f"its chat template takes more than {MOST_SECONDS:.0f} s")
+        if self._work < 0:
+            raise OverBudget("it takes too many steps: it may look at each message a thousand times")
+
+    def measure(self, value: Any, *, is_charged: bool = True) -> int:
+        """Characters and values of all that is in `value`, each time that it is in there; charges that."""
+        size, work, values = 0, 0, [value]
+        while values:
+            one = values.pop()
+            length = len(one) if isinstance(one, (str, bytes, range)) else 1
+            work += 1 + length // _CHARACTERS
+            size += length
+            if isinstance(one, Mapping):
+                values += [*one.keys(), *one.values()]
+            elif isinstance(one, (list, tuple, set, frozenset)):
+                values += one
+            if is_charged and (size > self.most_size or work > self._work):
+                break
+        if is_charged:
+            self.check_size(size)
+            self.charge(work)
+        else:
+            self._work -= work
+        return size
+
+    def check_size(self, size: int) -> None:
+        if size > self.most_size:
+            raise OverBudget(f"it makes a value of more than {self.most_size:,} characters")
+
+    def write(self, value: Any) -> None:
+        self._written += self.measure(value)
+        self.check_size(self._written)
+
+
+class BudgetedEnvironment(ImmutableSandboxedEnvironment):  # type: ignore[misc]
+    """Takes the place of Jinja's sandbox. `start` before each document."""
+
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.filters: dict[str, Callable[..., Any]]
+        self.budget = _Budget()
+        self._calls = 0
+        for name in _NO_FILTERS:
+            del self.filters[name]
+        for name in _NO_GLOBALS:
+            del self.globals[name]
+        self.filters = {name: self._charged(name, function) for name, function in self.filters.items()}
+        own: dict[str, Callable[[Any], Any]] = {
+            "_turns": self._turns,
+            "_held": self._held,
+            "_joined": self._joined,
+            "_text": str,
+        }
+        self.filters |= {name: _while_it_runs(function) for name, function in own.items()}
+        self.finalize = _while_it_runs(self._written)
+
+    def start(self, document: Any) -> None:
+        """Gives the budget of a document. Raises OverBudget: it is larger than any template is given."""
+        self._calls = 0
+        self.budget = _Budget(document)
+
+    def from_string(self, source: Any, *args: Any, **kwargs: Any) -> Template:
+        # what filters are set after the environment was made is charged, too
+        self.filters["tojson"] = self._charged("tojson", self.filters["tojson"])
+        tree = _Charging().visit(self.parse(source))
+        return super().from_string(tree, *args, **kwargs)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return attr not in ("encode", "translate", "maketrans") and super().is_safe_attribute(obj, attr, value)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805, as Jinja has it
+        self = __self
+        method = getattr(__obj, "__wrapped__", __obj)  # of `format`, which the sandbox wraps
+        self._check(getattr(method, "__name__", ""), getattr(method, "__self__", None), args, kwargs)
+        self.budget.charge(_CALL)
+        self._calls += 1
+        if self._calls > _MOST_CALLS:
+            raise OverBudget(f"more than {_MOST_CALLS} calls are inside each other")
+        try:
+            return self._held(super().call(__context, __obj, *args, **kwargs))
+        finally:
+            self._calls -= 1
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        bits = [value.bit_length() if isinstance(value, int) else 0 for value in (left, right)]
+        if operator == "**" and isinstance(right, int) and bits[0] * right > _MOST_BITS:
+            raise OverBudget(f"a number has more than {_MOST_BITS} bits")
+        if operator == "*":
+            self.budget.check_size(_times(left, right))
+            if sum(bits) > _MOST_BITS:
+                raise OverBudget(f"a number has more than {_MOST_BITS} bits")
+        if operator == "%":
+            self._check_format(left, right)
+        return self._held(super().call_binop(context, operator, left, right))
+
+    # What charges ----------------------------------------------------------------------------------------------------
+
+    def _charged(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter whose values are measured before and after; what comes one by one is taken at once."""
+        position = int(hasattr(function, "jinja_pass_arg"))  # before the value stands the context, or the like
+        if hasattr(function, "is_charged"):
+            return function
+
+        @functools.wraps(function)
+        def charged(*args: Any, **kwargs: Any) -> Any:
+            value, *others = args[position:]
+            self._check(name, value, others, kwargs)
+            self.budget.measure(value)
+            return self._held(function(*args, **kwargs))
+
+        charged.is_charged = True  # type: ignore[attr-defined]
+        return charged
+
+    def _check(self, name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """What a call of this name would make, before it does."""
+        given = [*args, *kwargs.values()]
+        for one in given:
+            self.budget.measure(one)
+        if name in _WITH_WIDTH:
+            if any(isinstance(one, int) and abs(one) > _MOST_WIDTH for one in given):
+                raise OverBudget(f"{name} is given a width of more than {_MOST_WIDTH}")
+            lines = str(value).count("\n") + 1 if name == "indent" else 1
+            self.budget.check_size(lines * sum(len(one) for one in given if isinstance(one, str)))
+        elif name in ("format", "format_map"):
+            self._check_format(value, given)
+        elif name == "replace" and isinstance(value, str) and len(given) > 1:
+            self.budget.check_size(str(value).count(str(given[0])) * len(str(given[1])))
+        elif name == "join":
+            text, parts = (
+                (value, given[0] if given else ()) if isinstance(value, str) else (given[0] if given else "", value)
+            )
+            self.budget.check_size(len(str(text)) * len(parts) if hasattr(parts, "__len__") else 0)
+
+    def _check_format(self, text: Any, values: Any) -> None:
+        if isinstance(text, str):
+            if _WIDE.search(text):
+                raise OverBudget("a format has a width of 1,000 or more, or one that is a value")
+            self.budget.check_size((text.count("%") + text.count("{")) * self.budget.measure(values))
+
+    def _held(self, value: Any) -> Any:
+        if isinstance(value, Iterator):
+            value = list(self._one_by_one(value))
+        self.budget.measure(value)
+        return value
+
+    def _one_by_one(self, values: Iterator[Any]) -> Iterator[Any]:
+        for value in values:
+            self.budget.charge(1)
+            yield value
+
+    def _turns(self, values: Any) -> list[Any]:
+        return list(self._one_by_one(iter(values)))
+
+    def _joined(self, values: Sequence[Any]) -> str:
+        self.budget.measure(values)
+        return "".join(map(str, values))
+
+    def _written(self, value: Any) -> Any:
+        self.budget.write(value)
+        return value
+
+
+def _while_it_runs(function: Callable[[Any], Any]) -> Callable[[Context, Any], Any]:
+    """What takes the context is not called by Jinja while it compiles, once for all documents."""
+    taking: Callable[[Context, Any], Any] = pass_context(lambda _, value: function(value))
+    return taking
+
+
+def _times(left: Any, right: Any) -> int:
+    """The length of a text or list that is repeated."""
+    for value, count in ((left, right), (right, left)):
+        if isinstance(value, (str, list, tuple)) and isinstance(count, int):
+            return len(value) * count
+    return 0
+
+
+def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+class _Charging(NodeTransformer):  # type: ignore[misc]
+    """Puts the filters into a tree."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.iter = _filtered(node.iter, "_turns")
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filtered(nodes.List(node.nodes, lineno=node.lineno), "_joined")
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:  # noqa: N802
+        return self._held(node)
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:  # noqa: N802
+        return self._held(node)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
+        return self._held(node) if node.ctx == "load" else node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
+        return self._held(node) if isinstance(node.arg, nodes.Slice) else self.generic_visit(node)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.expr = _filtered(node.expr, "_held")
+        for operand in node.ops:
+            operand.expr = _filtered(operand.expr, "_held")
+        return node
+
+    def visit_Test(self, node: nodes.Test) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        if node.name not in _CHEAP_TESTS:
+            node.node = _filtered(node.node, "_held")
+            node.args = [_filtered(argument, "_held") for argument in node.args]
+        return node
+
+    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:  # noqa: N802
+        return _filtered(nodes.Const(node.data, lineno=node.lineno), "_text")
+
+    def _held(self, node: Any) -> nodes.Node:
+        self.generic_visit(node)
+        return _filtered(node, "_held")

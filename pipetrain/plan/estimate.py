@@ -1,0 +1,213 @@
+"""What layers take and hold on devices that are not here: the record that `profile.json` is read into, from a model's sizes alone.
+
+    time of an op = its FLOPs / (peak x efficiency) + its bytes / (bandwidth x efficiency) + its messages to other tensor ranks
+
+An estimate, and called so wherever it is printed. Bytes are those of fused layers without dropout; attention keeps no scores. With `tensor`
+ranks in a stage each has its share of matrices, heads and (sequence parallelism) of what is between them. Two all-reduces per block and
+direction join them, each as a reduce-scatter and an all-gather (Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models", 2022, section 4.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from pipetrain.plan.cluster import Cluster
+from pipetrain.plan.profile import LOSS, LayerProfile, Link, Profile, SavedTensor
+
+CLUSTER, TENSOR = "plan.cluster", "plan.tensor"  # conditions of an estimate
+_ADAM_MOMENTS, _ID_BYTES = 2, 8
+_SAMPLES = 2  # of a microbatch; a line through this size and 1 says what others take
+# Backward over forward: of a matrix product the gradients of both operands; of attention five products in place of two (Dao, "FlashAttention-2",
+# 2023, section 3.1); of the rest twice the bytes.
+_BACKWARD = (2.0, 2.5, 2.0)
+
+
+class DecoderSizes(Protocol):
+    """A decoder's sizes, as `HfShape` reads them from config.json. Methods are per decoder layer: entries of the matrices of attention; of
+    the MLP all and those that a token uses; the most positions that a token's attention reads.
+    """
+
+    num_decoder_layers: int
+    width: int
+    heads: int
+    head_size: int
+    vocabulary_size: int
+    is_gated: bool
+
+    def kind(self, number: int) -> str: ...
+    def mixing(self, number: int) -> int: ...
+    def feeding(self, number: int) -> tuple[int, int]: ...
+    def looked_at(self, number: int, sequence_length: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The forward of one layer on one device: FLOPs, bytes of memory that ops read and write, bytes that go to other tensor ranks."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    messages: float = 0.0
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """Estimates of a model on one device of a stage. Samples have `sequence_length` tokens, a stage has `tensor` ranks; `precision` is the
+    configuration's, but for `auto`. `float8`: decoder layers multiply in float8, which pipetrain does not do and some peers do.
+
+    Raises:
+        ValueError: tensor ranks that no machine of the cluster has room for, or a precision that the device does not have.
+    """
+
+    sizes: DecoderSizes
+    cluster: Cluster
+    sequence_length: int
+    tensor: int = 1
+    precision: str = "bf16-mixed"
+    float8: bool = False
+
+    def __post_init__(self) -> None:
+        per_node, device = self.cluster.devices_per_node, self.cluster.device
+        if self.tensor < 1 or per_node % self.tensor:
+            fitting = ", ".join(str(count) for count in range(1, per_node + 1) if per_node % count == 0)
+            raise ValueError(
+                f"plan.tensor={self.tensor}: the tensor ranks of a stage share one of the machines of {CLUSTER}={self.cluster.text}, with "
+                f"{per_node} devices; allowed are {fitting}"
+            )
+        if (self.number_bytes == 2 and not device.bf16) or (self.float8 and not device.fp8):
+            raise ValueError(f"precision={self.precision}: {device.name} has no known speed for it; use precision=fp32")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of one number of a weight."""
+        return 2 if self.precision == "bf16-true" else 4
+
+    @property
+    def number_bytes(self) -> int:
+        """Of one number of an activation."""
+        return 4 if self.precision == "fp32" else 2
+
+    def profile(self) -> Profile:
+        """The layers of the model, embedding and head included, and the loss. Links between stages are those between machines, if
+        there are several.
+        """
+        cluster = self.cluster
+        link = Link(cluster.device.latency_seconds, cluster.bandwidth(within_node=cluster.num_nodes == 1))
+        conditions = {CLUSTER: cluster.text, TENSOR: self.tensor}
+        layers = self._layers(_SAMPLES)
+        device = "cuda" if cluster.device.bf16 else "cpu"
+        return Profile(
+            conditions=conditions, layers=layers, samples=_SAMPLES, smaller=self._layers(1), link=link, device=device
+        )
+
+    def _layers(self, samples: int) -> tuple[LayerProfile, ...]:
+        tokens, sizes = samples * self.sequence_length, self.sizes
+        alike: dict[Any, list[int]] = {}
+        for number in range(sizes.num_decoder_layers):
+            reach = sizes.looked_at(number, self.sequence_length)
+            alike.setdefault((sizes.kind(number), sizes.mixing(number), *sizes.feeding(number), reach), []).append(
+                number + 1
+            )
+        decoder = (self._decoder_layer(tokens, tuple(numbers), *key) for key, numbers in alike.items())
+        return (self._embedding(tokens), *decoder, *self._head_and_loss(tokens))
+
+    def _decoder_layer(
+        self, tokens: int, numbers: tuple[int, ...], kind: str, mixing: int, all_feeding: int, feeding: int, reach: int
+    ) -> LayerProfile:
+        """`mixing` and `feeding` are entries of matrices. Per token, queries, keys, values and what attention gives are mixing / width numbers."""
+        sizes, share, size = self.sizes, tokens / self.tensor, self.number_bytes
+        width, inner, ends = sizes.width, feeding / sizes.width, 4 if sizes.is_gated else 2
+        matrices = 3 if sizes.is_gated else 2
+        positions = reach - reach * reach / (2 * self.sequence_length)  # on average: a token reads none behind it
+        gathered = tokens * width * size
+        work = _Work(
+            matmul=2 * share * (mixing + feeding),
+            attention=4 * share * sizes.heads * sizes.head_size * positions,
+            memory=share
+            * size
+            * (8 * width + mixing / width + inner),  # norms with their sums, rotary positions, activation
+            messages=4 * (self.tensor - 1) / self.tensor * gathered,
+        )
+        layer = self._layer(
+            kind,
+            work,
+            inner=share * size * (3 * width + mixing / width + inner / matrices * ends),
+            boundary=(share * width * size, share * width * size),
+            parameters=(mixing + all_feeding + 2 * width) / self.tensor,
+            float8=self.float8,
+        )
+        # R ends before the last product, whose result nothing saves.
+        spared = self._seconds(_Work(matmul=2 * share * feeding / matrices), float8=self.float8)
+        largest = max(share * size * inner / matrices, gathered if self.tensor > 1 else 0)
+        saved = SavedTensor("mm", (), "", round(largest), 0.0)
+        return replace(
+            layer, numbers=numbers, recompute_last_seconds=layer.recompute_seconds - spared, largest=(saved,)
+        )
+
+    def _embedding(self, tokens: int) -> LayerProfile:
+        output = tokens * self.sizes.width * self.number_bytes / self.tensor
+        parameters = self.sizes.vocabulary_size * self.sizes.width / self.tensor
+        boundary = (tokens * _ID_BYTES, output)
+        return self._layer("embedding", _Work(memory=2 * output), inner=0, boundary=boundary, parameters=parameters)
+
+    def _head_and_loss(self, tokens: int) -> tuple[LayerProfile, LayerProfile]:
+        """The loss saves float32 logits."""
+        size, last = self.number_bytes, self.sizes.num_decoder_layers + 1
+        entries = self.sizes.vocabulary_size * self.sizes.width / self.tensor
+        hidden, logits = tokens * self.sizes.width / self.tensor, tokens * self.sizes.vocabulary_size / self.tensor
+        head = self._layer(
+            "head",
+            _Work(matmul=2 * tokens * entries, memory=(4 * hidden + logits) * size),
+            inner=hidden * size,
+            boundary=(hidden * size, logits * size),
+            parameters=entries + self.sizes.width,
+        )
+        work = _Work(memory=logits * (size + 8))
+        loss = self._layer(LOSS, work, inner=logits * 4, boundary=(logits * size, 4), parameters=0)
+        return replace(head, numbers=(last,)), replace(loss, numbers=(last + 1,), saves_input=False)
+
+    def _layer(
+        self,
+        kind: str,
+        work: _Work,
+        *,
+        inner: float,
+        boundary: tuple[float, float],
+        parameters: float,
+        float8: bool = False,
+    ) -> LayerProfile:
+        """`inner` are bytes of its set without its input and output, `boundary` theirs."""
+        forward = self._seconds(work, float8=float8)
+        input_bytes, output_bytes = map(round, boundary)
+        trained = round(parameters * self.weight_bytes)
+        return LayerProfile(
+            numbers=(0,),
+            kind=kind,
+            forward_seconds=forward,
+            backward_seconds=self._seconds(work, _BACKWARD, float8=float8),
+            recompute_seconds=forward,
+            recompute_last_seconds=forward,
+            selective_seconds=0.0,
+            saved_bytes=round(inner) + input_bytes,
+            inner_bytes=round(inner),
+            saves_input=True,
+            saves_output=False,
+            input_bytes=input_bytes,
+            output_bytes=output_bytes,
+            parameter_bytes=trained,
+            gradient_bytes=trained,
+            optimizer_bytes=_ADAM_MOMENTS * trained,
+        )
+
+    def _seconds(self, work: _Work, times: tuple[float, float, float] = (1.0, 1.0, 1.0), *, float8: bool) -> float:
+        """With so many `times` the FLOPs and bytes of the forward."""
+        device, (matmul, attention, memory) = self.cluster.device, times
+        share, peak = device.efficiency, device.bf16 if self.number_bytes == 2 else device.fp32
+        return (
+            matmul * work.matmul / (device.fp8 * share.matmul_fp8 if float8 else peak * share.matmul)
+            + attention * work.attention / (peak * share.attention)
+            + memory * work.memory / (device.memory_bandwidth * share.memory)
+            + work.messages / self.cluster.bandwidth(within_node=True)
+        )

@@ -1,0 +1,420 @@
+"""The fastest plan for a memory budget: choices are priced once, whatever the budget, and a budget is a look-up among them.
+
+    starts ──► priced by the list rule ──► neighbours of the best, while there is work left ──► five layers of the frontier
+           ──► a search for better orders on the frontier ──► Plans ──► the few that fit best: made as a run makes them, checked, simulated
+
+Of two choices the frontier has the one that is faster or smaller. A budget takes the least time whose peak fits, so more budget is never
+slower. Work is counted in stages x microbatches of the orders that are made, never in seconds: every machine finds the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipetrain.plan.balance import balance_evenly
+from pipetrain.plan.candidates import Candidate, RankMemory
+from pipetrain.plan.footprint import Footprint
+from pipetrain.plan.profile import Profile, costs_of_layers
+from pipetrain.plan.space import Choice, PlanProblem, neighbours, plain_balances, promising_layouts, starts_of
+from pipetrain.schedule.bound import bound
+from pipetrain.schedule.check import check
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.events import Timeline
+from pipetrain.schedule.families import ALWAYS_SPLIT, AUTO, generator_of
+from pipetrain.schedule.halves import closed_up
+from pipetrain.schedule.make import draft_of, held_to, lanes_of_ranks, make
+from pipetrain.schedule.policy import Mode, RecomputePolicy
+from pipetrain.schedule.recompute import add_recompute, order_of
+from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.schedule.search.list_order import Effort, ListRule, OrderProblem, list_by
+from pipetrain.schedule.search.search import CachedOrder, best_schedule, read_order, write_order
+from pipetrain.schedule.simulate import simulate
+
+# Stages x microbatches of all orders that are made by the rule: some five seconds, or fifteen.
+_WORK, _MOST_WORK = 400_000, 1_200_000
+_ORDERS = 600  # that are made in any case, within the second limit
+_OF_STARTS, _OF_FAMILIES = 0.3, 0.45  # of that, starts of `auto`, and of named families; the rest is for neighbours
+_OF_ONE = 0.1  # at most for one named family
+# A named family costs as much as so many orders of the rule; with I and W, where it may keep sets, where it is left out unmade.
+_OF_MAKING, _OF_SPLITTING, _OF_KEEPING, _OF_LEAVING = 12, 30, 70, 3
+_DEEP = 5  # layers of the frontier
+_SEARCHED, _MOST_SEARCHED = 6, 512  # of the frontier, from the fastest to the smallest; stages x microbatches
+_RULES, _STEPS = 60, 1.0  # of one search
+_SAME = 1 + 1e-9
+
+
+class PricedPlan:
+    """A choice, the seconds of its step by the list rule, and the bytes of its fullest rank. What a run makes of it is made when it is asked for."""
+
+    def __init__(self, pricing: _Pricing, choice: Choice, step_seconds: float, peak_bytes: int) -> None:
+        self._pricing, self.choice = pricing, choice
+        self.step_seconds, self.peak_bytes = step_seconds, peak_bytes
+
+    @functools.cached_property
+    def _policy(self) -> RecomputePolicy:
+        return self._pricing.policy(self.choice)
+
+    @functools.cached_property
+    def costs(self) -> Costs:
+        return self._pricing.costs(self.choice, self._policy)
+
+    @property
+    def _spec(self) -> ScheduleSpec:
+        spec = self.choice.spec(self._pricing.problem, self._policy)
+        return replace(spec, costs=self.costs) if self.choice.schedule == AUTO else spec
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """As a run makes it, checked."""
+        spec = self._spec
+        if self.choice.schedule == AUTO:
+            made = held_to(spec, lanes_of_ranks(spec, list_by(*_by_rule(self.choice, self._policy, self.costs))))
+        else:
+            made = make(spec)
+        check(made)
+        return made
+
+    @functools.cached_property
+    def timeline(self) -> Timeline:
+        """The simulated step."""
+        return simulate(self.schedule, self.costs)
+
+    def search(self, seconds: float, cache: Path | None) -> None:
+        """A better order, with a limit of work (in 0 s none); the run finds it in the cache and searches no more."""
+        spec, costs = self._spec, self.costs
+        if cache is not None and read_order(cache, spec, costs) is None:
+            write_order(cache, spec, costs, CachedOrder(order_of(self.schedule), 0.0, 0.0))
+        if seconds == 0:
+            return
+        found = best_schedule(spec, costs, Effort(seconds, rules=_RULES, steps=_STEPS), cache).schedule
+        if (timeline := simulate(found, costs)).step_seconds < self.step_seconds:
+            self.schedule, self.timeline, self.step_seconds = found, timeline, timeline.step_seconds
+
+    @functools.cached_property
+    def keys(self) -> dict[str, str]:
+        return keys_of(self.choice, self._pricing.problem, self._pricing.profile_key)
+
+    @functools.cached_property
+    def candidate(self) -> Candidate:
+        choice, pricing = self.choice, self._pricing
+        return Candidate(
+            num_stages=choice.num_stages,
+            balance=choice.balance,
+            schedule=choice.schedule,
+            num_microbatches=choice.num_microbatches,
+            sets=choice.sets,
+            segments=choice.segments,
+            selective=tuple(map(str, self._policy.selective)),
+            mode=choice.mode.value,
+            stash=choice.limits,
+            stages_per_rank=choice.num_stages // choice.num_ranks,
+            split_backward=choice.split,
+            num_replicas=choice.num_replicas,
+            step_seconds=self.timeline.step_seconds,
+            memory=pricing.memory(choice, self._policy, None if choice.schedule == AUTO else self.schedule),
+            peak_activation_bytes=pricing.footprint(choice, self._policy).of_step(self.schedule, self.timeline),
+            keys=self.keys,
+        )
+
+
+@dataclass(frozen=True)
+class Plans:
+    """Everything that is worth a look, the fastest first."""
+
+    plans: tuple[PricedPlan, ...]
+
+    def within(self, budget: float) -> list[PricedPlan]:
+        """Those whose every rank fits into so many bytes, the fastest first."""
+        return [one for one in self.plans if one.peak_bytes <= budget]
+
+    @property
+    def smallest(self) -> PricedPlan:
+        return min(self.plans, key=lambda one: (one.peak_bytes, one.step_seconds))
+
+
+def make_plans(
+    problem: PlanProblem,
+    *,
+    search_seconds: float = 0.0,
+    cache: Path | None = None,
+    profile_key: str | None = None,
+) -> Plans:
+    """All plans of a problem that are worth a look, under whatever budget.
+
+    With `search_seconds` above 0 some of the frontier are searched for better orders; `cache` keeps these for the run. `profile_key`: the file
+    that `plan.profile` has to name in a run.
+
+    Raises:
+        ValueError: the held keys allow no plan; the message is that of the first that was tried.
+    """
+    pricing = _Pricing(problem, profile_key)
+    pricing.run()
+    found = _deep_frontier(pricing.priced.values())
+    if search_seconds > 0 or cache is not None:
+        small = [one for one in found if one.choice.num_stages * one.choice.num_microbatches <= _MOST_SEARCHED]
+        best = frontier((one.step_seconds, one.peak_bytes, one) for one in small if one.choice.schedule == AUTO)[::-1]
+        for _, _, one in best[:: math.ceil(len(best) / _SEARCHED) or 1]:
+            one.search(search_seconds, cache)
+    found.sort(key=lambda one: (one.step_seconds, one.peak_bytes))
+    unique: dict[Any, PricedPlan] = {}
+    for one in found:
+        unique.setdefault(tuple(one.keys.items()), one)
+    return Plans(tuple(unique.values()))
+
+
+def frontier(entries: Iterable[tuple[float, int, Any]]) -> list[tuple[float, int, Any]]:
+    """Of (seconds, bytes, anything) those than which none is faster with as few bytes; the smallest first."""
+    found: list[tuple[float, int, Any]] = []
+    for entry in sorted(entries, key=lambda one: (one[1], one[0])):
+        if not found or entry[0] * _SAME < found[-1][0]:
+            found.append(entry)
+    return found
+
+
+def _deep_frontier(priced: Iterable[PricedPlan]) -> list[PricedPlan]:
+    """The frontier, that of the rest, and so on: any budget has its five fastest among them."""
+    left, found = [(one.step_seconds, one.peak_bytes, one) for one in priced], list[PricedPlan]()
+    for _ in range(_DEEP):
+        layer = [one for _, _, one in frontier(left)]
+        found += layer
+        left = [entry for entry in left if entry[2] not in layer]
+    return found
+
+
+class _Pricing:
+    """Prices choices by the list rule, named families as they are made; `priced` has them in the order in which they were tried."""
+
+    def __init__(self, problem: PlanProblem, profile_key: str | None) -> None:
+        self.problem, self.profile_key = problem, profile_key
+        self.priced: dict[Choice, PricedPlan] = {}
+        self._left = 0.0
+        self._profiles: dict[int, Profile] = {}
+        self._costs: dict[Any, Costs] = {}
+        self._footprints: dict[Any, Footprint] = {}
+        self._refused: ValueError | None = None
+
+    def run(self) -> None:
+        layouts = promising_layouts(self.problem)
+        largest = max((ranks * microbatches for _, ranks, microbatches in layouts), default=0)
+        self._left = work = float(min(max(_WORK, _ORDERS * largest), _MOST_WORK))
+        free, families = "pipeline.schedule" not in self.problem.held, list[Choice]()
+        for number, layout in enumerate(layouts):
+            starts = list(dict.fromkeys(starts_of(self.problem, layout)))
+            families += [one for one in starts if free and one.schedule != AUTO]
+            own = [one for one in starts if not free or one.schedule == AUTO]
+            share = (self._left - (1 - _OF_STARTS) * work) / (len(layouts) - number)
+            for choice in dict.fromkeys(_within(own, share)):
+                self._price(choice)
+        for choice in self._in_turn(families):
+            if _work(choice) <= min(self._left - (1 - _OF_STARTS - _OF_FAMILIES) * work, _OF_ONE * work):
+                self._price(choice)
+        if not self.priced:
+            balance_evenly(self.problem.profile.num_layers, self.problem.num_ranks // self.problem.num_replicas)
+            held = " ".join(f"{key}={typed(value)}" for key, value in self.problem.held.items())
+            raise self._refused or ValueError(f"{held}: no plan has these keys; leave out some of them")
+        self._look_around()
+
+    def _in_turn(self, families: Iterable[Choice]) -> list[Choice]:
+        """Those of each way to schedule and to recompute in turn, that with the least bound on its step first."""
+        ways: dict[Any, list[tuple[float, Choice]]] = {}
+        for one in families:
+            way = one.schedule, one.num_stages // one.num_ranks, one.mode, one.segments, one.selective
+            try:
+                ways.setdefault(way, []).append((self._least_seconds(one), one))
+            except ValueError as error:
+                self._refused = self._refused or error
+        rows = (sorted(row, key=lambda pair: pair[0]) for row in ways.values())
+        return [pair[1] for pairs in itertools.zip_longest(*rows) for pair in pairs if pair]
+
+    def _look_around(self) -> None:
+        """Prices the neighbours of the frontier, and those of what it becomes, the fastest first, while there is work left. So that no plan is
+        worse than one with a plain balance, each of these has a frontier, too."""
+        expanded: set[Choice] = set()
+        plain = {
+            one
+            for stages in {choice.num_stages for choice in self.priced}
+            for one in plain_balances(self.problem, stages)
+        }
+        while self._left > 0:
+            entries = [(one.step_seconds, one.peak_bytes, one.choice) for one in self.priced.values()]
+            fronts = [entries, *([entry for entry in entries if entry[2].balance == one] for one in sorted(plain))]
+            front = [choice for some in fronts for _, _, choice in reversed(frontier(some))]
+            fresh = [choice for choice in dict.fromkeys(front) if choice not in expanded]
+            if not fresh:
+                return
+            for choice in fresh:
+                expanded.add(choice)
+                for other in neighbours(self.problem, choice):
+                    if other not in self.priced and self._left > 0:
+                        self._price(other)
+
+    def _price(self, choice: Choice) -> None:
+        try:
+            if "pipeline.schedule" not in self.problem.held and choice.schedule != AUTO and self._is_beaten(choice):
+                self._left -= choice.num_stages * choice.num_microbatches * _OF_LEAVING
+                return
+            self._left -= _work(choice)
+            seconds, peak = self._of_auto(choice) if choice.schedule == AUTO else self._of_family(choice)
+        except ValueError as error:
+            self._refused = self._refused or error
+            return
+        self.priced[choice] = PricedPlan(self, choice, seconds, peak)
+
+    def _least_seconds(self, choice: Choice) -> float:
+        """Of any order of a named family; without the sums over the replicas."""
+        policy, is_split = self.policy(choice), choice.split or choice.schedule in ALWAYS_SPLIT
+        costs, ranks = replace(self.costs(choice, policy), reduce=()), choice.stage_ranks
+        return bound(costs, choice.num_microbatches, policy=policy, placement=ranks, split_backward=is_split)
+
+    def _is_beaten(self, choice: Choice) -> bool:
+        """Whether a choice is known that is as fast as any order of this family, in no more bytes than it takes with R at the last moment."""
+        least = self._least_seconds(choice) * _SAME
+        if not (rivals := [one.peak_bytes for one in self.priced.values() if one.step_seconds <= least]):
+            return False
+        policy = self.policy(choice)
+        spec = choice.spec(self.problem, policy if choice.mode is Mode.NEVER else replace(policy, mode=Mode.INLINE))
+        draft = draft_of(spec, generator_of(choice.schedule)(spec.shape))
+        if choice.split or choice.schedule in ALWAYS_SPLIT:
+            draft = closed_up(draft)
+        held = self.footprint(choice, policy).of_schedule(add_recompute(draft))
+        return min(rivals) <= max(rank.total for rank in held)
+
+    def _of_auto(self, choice: Choice) -> tuple[float, int]:
+        policy = self.policy(choice)
+        peak = max(rank.total for rank in self.memory(choice, policy))
+        costs = self.costs(choice, policy)
+        order = list_by(*_by_rule(choice, policy, costs))
+        return order.seconds + (costs.reduce[0] if costs.reduce else 0.0), peak
+
+    def _of_family(self, choice: Choice) -> tuple[float, int]:
+        policy = self.policy(choice)
+        schedule = make(choice.spec(self.problem, policy))
+        peak = max(rank.total for rank in self.memory(choice, policy, schedule))
+        return simulate(schedule, self.costs(choice, policy)).step_seconds, peak
+
+    def memory(
+        self, choice: Choice, policy: RecomputePolicy, schedule: Schedule | None = None
+    ) -> tuple[RankMemory, ...]:
+        """Of any order that the keys of the choice allow; of a named family as it was made."""
+        held = self.footprint(choice, policy)
+        if schedule is not None:
+            return held.of_schedule(schedule)
+        limits = choice.limits or (choice.num_microbatches,) * choice.num_stages
+        places = None if choice.mode is Mode.NEVER else [policy.places_of(s) or 1 for s in range(choice.num_stages)]
+        return held.of_limits(limits, places)
+
+    def profile(self, choice: Choice) -> Profile:
+        samples = -(-self.problem.batch // (choice.num_replicas * choice.num_microbatches))
+        if samples not in self._profiles:
+            self._profiles[samples] = self.problem.profile.at(samples)
+        return self._profiles[samples]
+
+    def policy(self, choice: Choice) -> RecomputePolicy:
+        return choice.policy(self.problem, self.profile(choice))
+
+    def footprint(self, choice: Choice, policy: RecomputePolicy) -> Footprint:
+        key = choice.num_replicas, choice.num_microbatches, choice.balance, choice.mode, policy.parts, policy.selective
+        if key not in self._footprints:
+            shards = choice.num_replicas if self.problem.zero else 1
+            holdings = replace(self.problem.holdings, shards=shards)
+            profile, microbatches = self.profile(choice), choice.num_microbatches
+            self._footprints[key] = Footprint(profile, choice.balance, policy, microbatches, holdings)
+        return self._footprints[key]
+
+    def costs(self, choice: Choice, policy: RecomputePolicy) -> Costs:
+        """As a run has them with `plan.profile`, and the sums of gradients over the replicas."""
+        selective = () if choice.mode is Mode.NEVER else policy.selective
+        key = choice.num_replicas, choice.num_microbatches, choice.balance, selective
+        if key not in self._costs:
+            costs = costs_of_layers(self.profile(choice), choice.balance, selective)
+            self._costs[key] = with_sums(costs, self.profile(choice), choice.balance, choice.num_replicas)
+        return self._costs[key]
+
+
+def with_sums(costs: Costs, profile: Profile, balance: Sequence[int], num_replicas: int) -> Costs:
+    """With the time in which a ring adds up the gradients of each stage, where a link is known: 2 (n - 1) / n of them leave each rank."""
+    if num_replicas == 1 or profile.link is None:
+        return costs
+    ends = itertools.accumulate(balance)
+    sizes = [sum(profile.layer(n).gradient_bytes for n in range(end - size, end)) for end, size in zip(ends, balance)]
+    share = 2 * (num_replicas - 1) / num_replicas
+    return replace(costs, reduce=tuple(profile.link.seconds(size * share) for size in sizes))
+
+
+def _work(choice: Choice) -> float:
+    """Stages x microbatches, more where a stage has parts or a schedule is made with all its messages, for each pattern of kept sets."""
+    parts = sum(choice.parts(stage) for stage in range(choice.num_stages)) / choice.num_stages
+    ops = 1 if choice.mode is Mode.NEVER else (1 + 2 * parts) / 3
+    making = 1
+    if choice.schedule != AUTO:
+        keeps = choice.mode is not Mode.NEVER and max(choice.slots or (2,)) > 1
+        making = _OF_KEEPING if keeps else _OF_SPLITTING if choice.schedule in ALWAYS_SPLIT else _OF_MAKING
+    return choice.num_stages * choice.num_microbatches * ops * making
+
+
+def _within(starts: Sequence[Choice], share: float) -> Iterator[Choice]:
+    """As many as so much work allows. One with each mode in any case; then whole stages with more and more slots in the order of 1F1B, which
+    say what memory buys; then some of every way to schedule and to recompute, evenly spread.
+    """
+    if sum(map(_work, starts)) <= share:
+        yield from starts
+        return
+    plain = [one for one in starts if one.schedule == AUTO and one.segments == 1 and not (one.split or one.selective)]
+    first = {one.mode: one for one in reversed(plain)}
+    lean = [one for one in plain if (one.limits, one.balance) == (first[one.mode].limits, first[one.mode].balance)]
+    for one in dict.fromkeys([*first.values(), *lean]):
+        if share > 0 or one in first.values():
+            share -= _work(one)
+            yield one
+    ways: dict[Any, list[Choice]] = {}
+    for one in starts:
+        ways.setdefault((one.schedule, one.mode, one.segments, one.selective, one.split), []).append(one)
+    for rows in ways.values():
+        step = max(1, math.ceil(sum(map(_work, rows)) * len(ways) / max(share, 1)))
+        if _work(rows[0]) <= share:
+            yield from rows[::step]
+
+
+def _by_rule(choice: Choice, policy: RecomputePolicy, costs: Costs) -> tuple[OrderProblem, ListRule]:
+    limits = choice.limits or (choice.num_microbatches,) * choice.num_stages
+    problem = OrderProblem(costs, choice.num_microbatches, policy, split_backward=choice.split)
+    return problem, ListRule(limits, choice.prefers)
+
+
+def keys_of(choice: Choice, problem: PlanProblem, profile_key: str | None) -> dict[str, str]:
+    """The overrides that make a run of the choice: those that are not held, and not as they are."""
+    uses_profile = profile_key is not None and (choice.schedule == AUTO or choice.segments != 1)
+    recomputes = choice.mode is not Mode.NEVER
+    placement = "v" if choice.schedule == "zbv" else "loop"
+    words = {
+        "parallel.num_replicas": choice.num_replicas,
+        "pipeline.schedule": choice.schedule,
+        "pipeline.num_stages": choice.num_stages,
+        "pipeline.stages_per_rank": choice.num_stages // choice.num_ranks,
+        "pipeline.placement": placement,
+        "pipeline.split_backward": choice.split,
+        "pipeline.balance": choice.balance,
+        "pipeline.num_microbatches": choice.num_microbatches,
+        "recompute.mode": choice.mode.value,
+        "recompute.sets": choice.sets if recomputes else None,
+        "recompute.segments": choice.segments if recomputes else 1,
+        "recompute.selective": [str(one) for one in choice.selective] if recomputes and choice.selective else None,
+        "recompute.stash": choice.limits,
+    }
+    texts = {key: typed(value) for key, value in words.items() if key not in problem.held}
+    found = {key: text for key, text in texts.items() if problem.current.get(key) != text}
+    return {**found, "plan.profile": str(profile_key)} if uses_profile else found
+
+
+def typed(value: Any) -> str:
+    """A value of a key as it is typed."""
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(str, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
