@@ -90,7 +90,7 @@ MUTANTS = (
     Mutant(
         "parameters are not compared around F",
         "pipetrain/stage/layer_state.py",
-        "        self._refuse_changed_parameters(before)\n",
+        "            self._refuse_changed_parameters(before)\n",
         "",
         ("tests/regressions/test_parameters_in_forward.py", "-k", "parameter_that_the_forward_changes"),
     ),
