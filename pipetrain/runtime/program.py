@@ -1,6 +1,7 @@
 """One rank's part of a schedule, laid out for the executor's loop: queues of ops, and for each op the ops that wait for it.
 
     transfers    0SEND_F0 0SEND_F1 ...      one queue for each stage edge and direction, sends before receives; one of reduces
+    copies       0OFFLOAD1 0OFFLOAD2 ...    down, and one up
     compute      0F0 0F1 0F2 ...
     recompute    0R0 0R1 ...
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipetrain.schedule.kinds import FINISHING, MESSAGE_LANES, RECOMPUTE, Direction, Kind, Lane
+from pipetrain.schedule.kinds import COPY_LANES, FINISHING, MESSAGE_LANES, RECOMPUTE, Direction, Kind, Lane
 from pipetrain.schedule.messages import receive_of, send_of, source_of, writes_boundary
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.schedule import Schedule
@@ -40,6 +41,7 @@ class ProgramEntry:
     is_received: bool
     writes: Op | None
     keep: bool  # F: no R follows, its set stays
+    moves: bool  # F: its set goes to host memory
     split: bool  # F: the backward comes in two halves
     has_backward: bool
     is_last: bool  # of the last stage
@@ -60,6 +62,7 @@ class ProgramEntry:
             receive_of(schedule, op) is not None,
             writes,
             keep=place not in recomputed,
+            moves=place in schedule.offloaded,
             split=place in split,
             has_backward=op.stage >= schedule.first_backward,
             is_last=op.stage == schedule.num_stages - 1,
@@ -129,8 +132,9 @@ def _queues(schedule: Schedule, rank: int) -> Iterator[tuple[Op, ...]]:
         for op in schedule.lane(rank, lane):
             transfers.setdefault((op.stage, op.kind), []).append(op)
         yield from map(tuple, transfers.values())
-    if reduces := schedule.lane(rank, Lane.REDUCE):
-        yield reduces
+    for lane in (Lane.REDUCE, *COPY_LANES):
+        if ops := schedule.lane(rank, lane):
+            yield ops
 
 
 class Turns:

@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from pipetrain.stage.entry import Passed
+from pipetrain.stage.host_set import HostSet
 from pipetrain.stage.layer_state import NO_COPIES
 from pipetrain.stage.meter import CountedBytes, SetSize
 from pipetrain.stage.slots import LateBoundSet
@@ -102,4 +103,5 @@ class Held:
     counted: list[tuple[Tensor, int]] = field(default_factory=list)
     passed: dict[int, Passed] = field(default_factory=dict)  # by layer
     size: CountedBytes | None = None  # of a kept set that autograd holds
+    host_set: HostSet | None = None  # what goes to host memory
     ends: list[int] = field(default_factory=list)  # per layer, autograd's number of its last node

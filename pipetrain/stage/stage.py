@@ -25,6 +25,7 @@ from pipetrain.stage.errors import (
     refuse_gradient_inside,
     saved_changed,
 )
+from pipetrain.stage.host_set import HostSet
 from pipetrain.stage.inspection import FirstLook
 from pipetrain.stage.layer_state import NOTHING_BEFORE, Before, LayerState
 from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
@@ -123,11 +124,13 @@ class Stage:
         has_backward: bool = True,
         split: bool = False,
         witness: bool = False,
+        moves: bool = False,
     ) -> StageOutput:
         """F with a graph. With a loss, the output is the weighted loss.
 
         `prove`: the set is kept although R will run, and R is compared with it. `has_backward`: B will be called; it does nothing if
         the output needs no gradient. `split`: the backward will run as I and W. `witness`: checksums of what F and R save are compared.
+        `moves`: the kept set goes to host memory, and comes back before its B (`host_set`).
 
         Raises: SavedTensorChanged, LayerRefused, StateChanged, ValueError (a loss without gradient or no scalar, a leaf of another stage).
         """
@@ -143,8 +146,9 @@ class Stage:
         seeds = given.seeds_of(self.indices)
         held = Held(None if keep else given, len(given.leaves), kind, seeds, has_casts=has_casts)
         before, look = NOTHING_BEFORE, None
-        if not (keep and not prove and kind.is_plain):
-            before, look = self._open_set(held, given, prove=prove, is_new=is_new, split=split, witness=witness)
+        if moves or not (keep and not prove and kind.is_plain):
+            how = {"prove": prove, "is_new": is_new, "split": split, "witness": witness, "moves": moves}
+            before, look = self._open_set(held, given, **how)
         with self._leaves.over(given.on_layer) if is_new else nullcontext(given.on_layer) as on_layer:
             outputs = self._run_forward(held, given, before, look, on_layer)
         output = detached(outputs, held.roots)
@@ -176,7 +180,7 @@ class Stage:
         return kind
 
     def _open_set(
-        self, held: Held, given: StageInput, *, prove: bool, is_new: bool, split: bool, witness: bool
+        self, held: Held, given: StageInput, *, prove: bool, is_new: bool, split: bool, witness: bool, moves: bool
     ) -> tuple[Before, FirstLook | None]:
         """The set of an F that runs under hooks, the state before that F, and what looks at its layers if they are new."""
         keep = held.given is None
@@ -190,6 +194,7 @@ class Stage:
             watches=is_new,
             witness=Witness(self.state.watched) if witness and not (prove or keep) and self._may_witness() else None,
             split=split,
+            moves=moves,
         )
         if self.kept:
             late.keep_whole(self.free if keep else self.kept, self.free)
@@ -287,7 +292,7 @@ class Stage:
         """Close the set after all layers have run under hooks. `leaves` are those of the input and of the output."""
         # Storages that a later F may change: a filled set gets copies of what it has of them.
         changing = self.state.live_storages() if late.is_filled or self.kept else frozenset()
-        if held.given is None and needed:
+        if held.given is None and needed and not late.moves:
             storages, kind = late.storages(), held.kind
             kind.others = tuple(
                 n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and storage_key(leaf) in storages
@@ -320,7 +325,16 @@ class Stage:
                     held.counted.append((leaf, self.meter.hold(leaf)))
             self.stash_bytes[microbatch] = self.meter.current_bytes - bytes_before
 
-    # R ------------------------------------------------------------------------------------------------------------
+    # Host memory, and R ---------------------------------------------------------------------------------------------
+
+    def host_set(self, microbatch: int) -> HostSet | None:
+        """What goes to host memory of a microbatch whose F had `moves`; None: nothing is held of it."""
+        held = self._held.get(microbatch)
+        if held is None or held.late is None:
+            return None
+        if held.host_set is None:
+            held.host_set = HostSet(held.late, self.meter, self.device)
+        return held.host_set
 
     def holds(self, microbatch: int) -> bool:
         """Whether the stage holds something of the microbatch, so that R or B has work."""
