@@ -65,10 +65,10 @@ class HostPool:
         if stage not in self._free:
             self._free[stage] = self._reserve(self._most[stage], num_bytes)
         free = self._free[stage]
-        usable = sorted((slab.nbytes, at) for at, (slab, after) in enumerate(free) if may_use(after))
+        usable = sorted((slab.nbytes, -at) for at, (slab, after) in enumerate(free) if may_use(after))
         assert usable, f"stage {stage} has more sets in host memory than its schedule allows"
         size, at = next((one for one in usable if one[0] >= num_bytes), usable[-1])
-        slab, _ = free.pop(at)
+        slab, _ = free.pop(-at)
         if size < num_bytes:
             del slab
             self.num_bytes -= size

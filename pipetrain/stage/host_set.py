@@ -7,13 +7,14 @@
 
 The copies may end later: whoever asked for them holds what they read until then, and lets B wait for those of RELOAD.
 
-What stays on the device: parameters and their casts, tensors without plain bytes (sparse, nested, quantized, subclasses), and
-storages below 64 KiB, whose copies would cost more than their memory is worth.
+What stays on the device: parameters and their casts, tensors without plain bytes (sparse, nested, quantized, subclasses),
+storages below 64 KiB, whose copies would cost more than their memory is worth, and those of which others hold the rest, such as
+the whole batch of which a microbatch is a slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from pipetrain.stage.tensor_copies import SMALL_BYTES, is_dense
 Copy = Callable[[Tensor, Tensor], None]  # (target, source), both bytes
 Allocate = Callable[[int], UntypedStorage]
 
+LEAST_BYTES = SMALL_BYTES  # of a storage that is copied
 _ALIGNMENT = 64  # bytes; of a storage's beginning in the host's memory: whatever its dtype, and a cache line
 
 
@@ -51,18 +53,20 @@ class _View(NamedTuple):
 class HostSet:
     """The storages of a set that are copied. `num_bytes` of the host's memory hold them, one after the other."""
 
-    def __init__(self, late: LateBoundSet, meter: ActivationMeter, device: torch.device) -> None:
+    def __init__(
+        self, late: LateBoundSet, meter: ActivationMeter, device: torch.device, staying: Set[int] = frozenset()
+    ) -> None:
+        """`late` has the filled slots; `staying` are storages that stay on the device."""
         self._late, self._meter, self._device = late, meter, device
         self._memory: Tensor | None = None  # on the host
         views: dict[int, list[_View]] = {}
-        staying: set[int] = set()
         for slot in late.slots:
             tensor = slot.tensor
             if tensor is None:
                 continue
             key = slot.storage()
             if not _has_plain_bytes(tensor) or meter.is_left_out(key):
-                staying.add(key)
+                staying |= {key}
                 continue
             view = _View(slot, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
             views.setdefault(key, []).append(view)
@@ -122,7 +126,7 @@ def _has_plain_bytes(tensor: Tensor) -> bool:
         type(tensor) in (Tensor, torch.nn.Parameter)
         and is_dense(tensor)
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-        and tensor.untyped_storage().nbytes() >= SMALL_BYTES
+        and tensor.untyped_storage().nbytes() >= LEAST_BYTES
     )
 
 

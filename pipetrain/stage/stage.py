@@ -31,7 +31,7 @@ from pipetrain.stage.layer_state import NOTHING_BEFORE, Before, LayerState
 from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
 from pipetrain.stage.local import without_local
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.microbatch import Held, MicrobatchKind, StageInput, StageOutput, detached
+from pipetrain.stage.microbatch import Held, MicrobatchKind, StageInput, StageOutput, detached, lent_storages
 from pipetrain.stage.proof import Proof, Stop, Witness
 from pipetrain.stage.recompute import Recompute, SetComplete
 from pipetrain.stage.selective import Selection, Wanted
@@ -147,6 +147,7 @@ class Stage:
         held = Held(None if keep else given, len(given.leaves), kind, seeds, has_casts=has_casts)
         before, look = NOTHING_BEFORE, None
         if moves or not (keep and not prove and kind.is_plain):
+            held.lent = lent_storages(given.leaves) if moves else frozenset()
             how = {"prove": prove, "is_new": is_new, "split": split, "witness": witness, "moves": moves}
             before, look = self._open_set(held, given, **how)
         with self._leaves.over(given.on_layer) if is_new else nullcontext(given.on_layer) as on_layer:
@@ -333,7 +334,7 @@ class Stage:
         if held is None or held.late is None:
             return None
         if held.host_set is None:
-            held.host_set = HostSet(held.late, self.meter, self.device)
+            held.host_set = HostSet(held.late, self.meter, self.device, held.lent)
         return held.host_set
 
     def holds(self, microbatch: int) -> bool:
