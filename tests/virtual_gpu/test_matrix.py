@@ -164,7 +164,7 @@ MORE = [
             ("auto", "overlap", 3, 2),
         )
         for offload in ("auto", "always")
-        for layers in (dropout, batch_norm, frozen_below, bridges(chunks), in_place, handed_through)
+        for layers in (dropout, batch_norm, frozen_below, bridges(chunks, HALF), in_place, handed_through)
     ),
     *(
         Case(
@@ -177,7 +177,11 @@ MORE = [
             offload="always",
             saves=saves,
         )
-        for layers, also, saves in ((batch_norm, evaluates, False), (tied, clips, True), (dropout, accumulates, False))
+        for layers, also, saves in (
+            (batch_norm, evaluates, False),
+            (tied, clips, True),
+            (frozen_below, accumulates, False),
+        )
     ),
 ]
 # In three places or more a small schedule keeps all sets, which the pipeline says: here it is meant.
