@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipetrain.monitor.breakdown import bytes_over_time
 from pipetrain.schedule.bound import bound_of
+from pipetrain.schedule.policy import Offload
 from pipetrain.schedule.simulate import simulate
 
 from ..charts import OURS, PEER_WITH, PEER_WITHOUT, Bar, Panel, draw_bars
@@ -38,12 +39,14 @@ class FewSets:
     limit: float
     split: bool = False
     megabits: int = 0
+    offload: Offload = Offload.NONE
 
     @property
     def title(self) -> str:
         load = self.workload
         links = f", links of {self.megabits} Mbit/s" if self.megabits else ""
-        return f"{load.num_stages} stages, {load.num_microbatches} microbatches, {self.sets} sets{links}"
+        copies = "" if load.copy_seconds is None else f", copies of {load.copy_seconds / load.forward_seconds:g} f"
+        return f"{load.num_stages} stages, {load.num_microbatches} microbatches, {self.sets} sets{links}{copies}"
 
     @property
     def peers(self) -> list[System]:
@@ -53,13 +56,20 @@ class FewSets:
 
     def ours(self, search_seconds: float) -> list[Ours]:
         """A named family, and the best order for all places (the rule's order if there is no search)."""
-        family = Ours("1f1b", sets=self.sets, split_backward=self.split, label=f"1f1b{', split' * self.split}")
+        family = Ours(
+            "1f1b",
+            sets=self.sets,
+            split_backward=self.split,
+            offload=self.offload,
+            label=f"1f1b{', split' * self.split}",
+        )
         rows = [family, self._auto(search_seconds)]
         return [*rows, Ours("zbv", sets=self.sets, label="zbv")] if self.split else rows
 
     def _auto(self, seconds: float) -> Ours:
         label = f"auto{', split' * self.split}, {f'{seconds:g} s of search' if seconds else 'the rule'}"
-        return Ours("auto", sets=self.sets, search_seconds=seconds, split_backward=self.split, label=label)
+        order = Ours("auto", sets=self.sets, search_seconds=seconds, split_backward=self.split, label=label)
+        return replace(order, offload=self.offload)
 
 
 _FOUR = EmulatedWorkload(4, num_microbatches=16)
@@ -67,6 +77,8 @@ _FOUR = EmulatedWorkload(4, num_microbatches=16)
 _EIGHT = EmulatedWorkload(8, num_microbatches=16, forward_seconds=0.08, backward_seconds=0.16, layers_per_stage=2)
 _LINKED = EmulatedWorkload(4, num_microbatches=16, tensor_bytes=2_500_000)  # a hop of half a forward
 INSIDE = (FewSets(_FOUR, 2, 1.10), FewSets(_EIGHT, 2, 1.00, split=True))
+_COPIED = replace(_FOUR, copy_seconds=2 * _FOUR.forward_seconds)
+OFFLOADED = FewSets(_COPIED, 2, 1.05, offload=Offload.AUTO)
 LINKED = FewSets(_LINKED, 3, 0.80, megabits=1000)
 QUICK = FewSets(EmulatedWorkload(2, num_microbatches=4, layers_per_stage=2), 2, 1.10, split=True)
 
@@ -153,8 +165,8 @@ def _cases(options: Options, result: Result) -> Sequence[FewSets]:
         check_available()
     except Unavailable as reason:
         result.notes.append(f"slow links skipped: {reason}")
-        return INSIDE
-    return [*INSIDE, LINKED]
+        return [*INSIDE, OFFLOADED]
+    return [*INSIDE, OFFLOADED, LINKED]
 
 
 def _measure(case: FewSets, rounds: int, search_seconds: float) -> Measured:
