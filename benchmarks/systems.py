@@ -189,6 +189,7 @@ class Ours:
             transport_ahead=self.transport_ahead,
             split_backward=self.split_backward,
             num_replicas=num_replicas,
+            costs=workload.costs() if isinstance(workload, EmulatedWorkload) and self.offload is Offload.AUTO else None,
         )
 
     def _policy_of(self, workload: Workload) -> RecomputePolicy:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipetrain.monitor.breakdown import bytes_over_time
 from pipetrain.schedule.bound import bound_of
+from pipetrain.schedule.kinds import RECOMPUTE
 from pipetrain.schedule.policy import Offload
 from pipetrain.schedule.simulate import simulate
 
@@ -122,7 +123,9 @@ class Measured:
         timeline = simulate(schedule, costs)
         curves = [bytes_over_time(schedule, timeline.of_rank(rank), costs) for rank in range(schedule.num_ranks)]
         peaks = [max(held for _, held in curve) for curve in curves]
-        return (peaks[0] + load.num_microbatches * load.tensor_bytes, *peaks[1:])
+        # A set that is kept or copied has no use for its input.
+        recomputes = any(op.stage == 0 and op.kind is RECOMPUTE for _, _, op in schedule.ops())
+        return (peaks[0] + recomputes * load.num_microbatches * load.tensor_bytes, *peaks[1:])
 
     def off_simulated(self) -> float:
         """The worst of our rows: |simulated / measured - 1|, measured in the rounds after the one that the costs are from."""

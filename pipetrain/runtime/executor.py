@@ -116,6 +116,8 @@ class Executor:
         self._lanes.start_step()
         if program.reduces:
             self._shared.start_step(program.reduces)
+        if self.copies is not None:
+            self.copies.start_step()
         while True:
             while ended:
                 turns.end(self._take_ended(program, step))
@@ -224,12 +226,12 @@ class Executor:
     def _offload(self, entry: ProgramEntry, _: Step) -> bool:
         host_set = self._stages[entry.op.stage].host_set(entry.microbatch)
         assert self.copies is not None
-        return host_set is None or self.copies.offload(entry.op, host_set)
+        return host_set is None or self.copies.offload(entry, host_set)
 
     def _reload(self, entry: ProgramEntry, _: Step) -> bool:
         host_set = self._stages[entry.op.stage].host_set(entry.microbatch)
         assert self.copies is not None
-        return host_set is None or self.copies.reload(entry.op, host_set)
+        return host_set is None or self.copies.reload(entry, host_set)
 
     def _call(self, entry: ProgramEntry, _: Step) -> None:
         assert self.on_call is not None

@@ -93,6 +93,7 @@ class CallRunner:
             self.executor.copies = HostCopies(
                 self._parts.lanes,
                 group.monitor,
+                self._parts.meter,
                 group.device,
                 checked_limit(policy.host_bytes),
                 most,

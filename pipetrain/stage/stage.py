@@ -135,7 +135,7 @@ class Stage:
         Raises: SavedTensorChanged, LayerRefused, StateChanged, ValueError (a loss without gradient or no scalar, a leaf of another stage).
         """
         assert microbatch not in self._held, f"stage {self.index} runs F{microbatch} twice"
-        bytes_before = self.meter.current_bytes
+        bytes_before = self.meter.own_bytes
         if self._versions is None:
             self.state.look()
             self._versions = list(map(_VERSION, self.state.parameters))
@@ -313,18 +313,18 @@ class Stage:
         late = held.late
         if late is None or late.is_filled:
             unsaved = 0 if late is None else late.outputs_bytes - late.saved_outputs_bytes
-            self.set_bytes[microbatch] = self.meter.current_bytes - bytes_before - unsaved
+            self.set_bytes[microbatch] = self.meter.own_bytes - bytes_before - unsaved
         if held.given is not None:
             assert late is not None
             self.kept_bytes[microbatch] = late.outputs_bytes
-            bytes_before = self.meter.current_bytes
+            bytes_before = self.meter.own_bytes
             stashed = list(held.given.leaves)
             for passed in held.passed.values():
                 stashed += passed.leaves
             for leaf in stashed:
                 if isinstance(leaf, Tensor):
                     held.counted.append((leaf, self.meter.hold(leaf)))
-            self.stash_bytes[microbatch] = self.meter.current_bytes - bytes_before
+            self.stash_bytes[microbatch] = self.meter.own_bytes - bytes_before
 
     # Host memory, and R ---------------------------------------------------------------------------------------------
 

@@ -80,8 +80,8 @@ MUTANTS = (
     Mutant(
         "a set goes into memory of the host that a copy back still reads",
         "pipetrain/runtime/host_copies.py",
-        "lambda after: ahead is None or ahead.comes_after(lane, after, Lane.RELOAD),",
-        "lambda _: True,",
+        "lambda after: ahead.comes_after(lane, after, Lane.RELOAD)",
+        "lambda _: True",
         (_VIRTUAL, "-k", "offload"),
     ),
     Mutant(
@@ -129,7 +129,7 @@ MUTANTS = (
     Mutant(
         "an error in a copy's thread is lost",
         "pipetrain/runtime/host_copies.py",
-        "                finish = functools.partial(_raise, error)\n",
+        "                land = functools.partial(_raise, error)\n",
         "                pass\n",
         (_HOST, "-k", "fails_names_its_op"),
     ),

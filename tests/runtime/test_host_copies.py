@@ -218,12 +218,12 @@ def test_a_tensor_that_changes_before_its_copy_is_named(monkeypatch: pytest.Monk
 
 def test_a_pool_ends_where_its_limit_is() -> None:
     pool = HostPool(CpuDevice(), 250, {0: 2, 1: 1})
-    first = pool.take(0, 100, lambda _: True)
+    first = pool.take(0, 100)
     assert (pool.num_bytes, first.nbytes) == (200, 100)
     with pytest.raises(
         ValueError, match=r"recompute\.host_bytes=250: 1 sets of 100 bytes .* allow 300 or more"
     ) as raised:
-        pool.take(1, 100, lambda _: True)
+        pool.take(1, 100)
     assert "\n" not in str(raised.value)
 
 
