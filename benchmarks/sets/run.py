@@ -41,6 +41,7 @@ class FewSets:
     split: bool = False
     megabits: int = 0
     offload: Offload = Offload.NONE
+    search_seconds: float = SEARCH_SECONDS
 
     @property
     def title(self) -> str:
@@ -55,7 +56,7 @@ class FewSets:
             return [ALL_SETS, ZBV, ZBV_WITH_R]
         return [ALL_SETS] if self.megabits else [ALL_SETS, R_INLINE]
 
-    def ours(self, search_seconds: float) -> list[Ours]:
+    def ours(self) -> list[Ours]:
         """A named family, and the best order for all places (the rule's order if there is no search)."""
         family = Ours(
             "1f1b",
@@ -64,10 +65,11 @@ class FewSets:
             offload=self.offload,
             label=f"1f1b{', split' * self.split}",
         )
-        rows = [family, self._auto(search_seconds)]
+        rows = [family, self._auto()]
         return [*rows, Ours("zbv", sets=self.sets, label="zbv")] if self.split else rows
 
-    def _auto(self, seconds: float) -> Ours:
+    def _auto(self) -> Ours:
+        seconds = self.search_seconds
         label = f"auto{', split' * self.split}, {f'{seconds:g} s of search' if seconds else 'the rule'}"
         order = Ours("auto", sets=self.sets, search_seconds=seconds, split_backward=self.split, label=label)
         return replace(order, offload=self.offload)
@@ -79,9 +81,9 @@ _EIGHT = EmulatedWorkload(8, num_microbatches=16, forward_seconds=0.08, backward
 _LINKED = EmulatedWorkload(4, num_microbatches=16, tensor_bytes=2_500_000)  # a hop of half a forward
 INSIDE = (FewSets(_FOUR, 2, 1.10), FewSets(_EIGHT, 2, 1.00, split=True))
 _COPIED = replace(_FOUR, copy_seconds=2 * _FOUR.forward_seconds)
-OFFLOADED = FewSets(_COPIED, 2, 1.05, offload=Offload.AUTO)
+OFFLOADED = FewSets(_COPIED, 2, 1.05, offload=Offload.AUTO, search_seconds=60.0)
 LINKED = FewSets(_LINKED, 3, 0.80, megabits=1000)
-QUICK = FewSets(EmulatedWorkload(2, num_microbatches=4, layers_per_stage=2), 2, 1.10, split=True)
+QUICK = FewSets(EmulatedWorkload(2, num_microbatches=4, layers_per_stage=2), 2, 1.10, split=True, search_seconds=0.0)
 
 
 @dataclass(frozen=True)
@@ -141,11 +143,10 @@ class Measured:
 
 def run(options: Options) -> Result:
     preload("torch.distributed.pipelining")
-    seconds = 0.0 if options.quick else SEARCH_SECONDS
-    result = Result("sets", CLAIM, settings={"rounds": options.rounds, "search_seconds": seconds})
+    result = Result("sets", CLAIM, settings={"rounds": options.rounds})
     panels = []
     for case in _cases(options, result):
-        measured = _measure(case, options.rounds, seconds)
+        measured = _measure(case, options.rounds)
         result.tables.append(_table(measured))
         result.data[case.title] = [row.to_json() for row in measured.rows]
         result.targets += targets_of(measured)
@@ -172,14 +173,14 @@ def _cases(options: Options, result: Result) -> Sequence[FewSets]:
     return [*INSIDE, OFFLOADED, LINKED]
 
 
-def _measure(case: FewSets, rounds: int, search_seconds: float) -> Measured:
+def _measure(case: FewSets, rounds: int) -> Measured:
     load = case.workload
     with ExitStack() as stack:
         network = Network()
         if case.megabits:
             network = stack.enter_context(shaped_network(load.num_stages, megabits=case.megabits))
         hop = measure_hop(load, network=network)
-        ours = [system.sought(load, load.costs(hop)) for system in case.ours(search_seconds)]
+        ours = [system.sought(load, load.costs(hop)) for system in case.ours()]
         rows = run_rounds([*case.peers, *ours], load, rounds=rounds, steps=1, network=network)
     return Measured(case, rows, hop)
 

@@ -68,7 +68,7 @@ class HostSet:
             if not _has_plain_bytes(tensor) or meter.is_left_out(key):
                 staying |= {key}
                 continue
-            view = _View(slot, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+            view = _View(slot, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
             views.setdefault(key, []).append(view)
         self._views = [of_storage for key, of_storage in views.items() if key not in staying]
         self._sizes = [of_storage[0].tensor.untyped_storage().nbytes() for of_storage in self._views]

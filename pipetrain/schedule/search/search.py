@@ -125,14 +125,12 @@ def _best_with_copies(
     left = replace(effort, seconds=effort.seconds * rest, steps=effort.steps and effort.steps * rest)
 
     def step_of(order: ListedOrder) -> float:
-        nonlocal found
+        sound = _sound(spec, lanes_of_ranks(spec, order))
+        return min((simulate(schedule, costs).step_seconds for schedule in sound), default=math.inf)
+
+    for order in by_solver(problem_of(spec, costs), found.seconds, left, step_of):
         better = _sound(spec, lanes_of_ranks(spec, order))
         found = _found(spec, costs, [found.schedule, *better], found.least_seconds)
-        return found.seconds
-
-    for _ in by_solver(problem_of(spec, costs), found.seconds, left, step_of):
-        if found.is_proven:
-            break
     if cache is not None:
         write_order(cache, spec, costs, CachedOrder(order_of(found.schedule), found.least_seconds, effort.seconds))
     return found
