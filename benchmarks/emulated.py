@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipetrain.comm.device import CpuDevice
 from pipetrain.comm.gloo import GlooReducer
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.op import Op
@@ -56,6 +57,16 @@ def occupy_link(seconds: float) -> None:
     """Sleep while the rank may compute: its device is free, and the link alone is taken."""
     if seconds > 0:
         time.sleep(seconds * _pace)
+
+
+def sleep_in_copies(seconds: float) -> None:
+    """From now on a copy of a set to host memory, or back, takes this process so long, on the thread of its lane, and copies nothing: of the
+    values only the first is handed on. An emulated set is `NUM_SAVED` tensors."""
+
+    def copy(_: CpuDevice, target: Tensor, source: Tensor) -> None:  # noqa: ARG001
+        occupy_link(seconds / NUM_SAVED)
+
+    CpuDevice.copy = copy  # type: ignore[method-assign]
 
 
 def slow_sums(seconds_of: Callable[[Op], float]) -> None:
@@ -175,6 +186,7 @@ class EmulatedWorkload:
     tensor_bytes: int = 1_000_000
     weight_gradient_seconds: float | None = None  # of a backward, where it is split; None: half
     layers_per_stage: int = 1
+    copy_seconds: float | None = None  # of a set to host memory, or back
 
     def layers(self) -> list[Callable[[], nn.Module]]:
         return [self._layer] * (self.num_stages * self.layers_per_stage)
@@ -216,6 +228,7 @@ class EmulatedWorkload:
             weight_gradient=None if weights is None else weights / stages_per_rank,
             input_gradient=None if weights is None else (self.backward_seconds - weights) / stages_per_rank,
             hop=hop_seconds,
+            offload=self.copy_seconds,
         )
         whole = (NUM_SAVED // stages_per_rank + 1) * self.tensor_bytes
         return replace(costs, input_bytes=(float(self.tensor_bytes),) * stages, set_bytes=(float(whole),) * stages)

@@ -21,11 +21,13 @@ from pipetrain.schedule.csv_file import order_of_csv, write_csv
 from pipetrain.schedule.families import AUTO
 from pipetrain.schedule.make import make
 from pipetrain.schedule.placement import stage_ranks_of
-from pipetrain.schedule.policy import OFF, Keep, LastStage, Mode, RecomputePolicy
+from pipetrain.schedule.policy import OFF, Keep, LastStage, Mode, Offload, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.search.list_order import Effort
 from pipetrain.schedule.search.search import best_schedule
+
+from .emulated import EmulatedWorkload, sleep_in_copies
 
 STAGES_PER_RANK = {"interleaved": 2, "zbv": 2}  # by placement loop and v; other families here have one
 
@@ -123,6 +125,7 @@ class Ours:
     segments: int | str = 1
     stash: int | None = None
     selective: tuple[str, ...] = ()
+    offload: Offload = Offload.NONE
 
     @property
     def name(self) -> str:
@@ -147,6 +150,7 @@ class Ours:
             last_stage=self.last_stage,
             segments=self.segments,
             selective=self.selective,  # type: ignore[arg-type]
+            offload=self.offload,
             verify=OFF,
         )
 
@@ -185,6 +189,7 @@ class Ours:
             transport_ahead=self.transport_ahead,
             split_backward=self.split_backward,
             num_replicas=num_replicas,
+            costs=workload.costs() if isinstance(workload, EmulatedWorkload) and self.offload is Offload.AUTO else None,
         )
 
     def _policy_of(self, workload: Workload) -> RecomputePolicy:
@@ -203,6 +208,8 @@ class OursRunner:
         self, system: Ours, workload: Workload, *, num_replicas: int = 1, group: dist.ProcessGroup | None = None
     ) -> None:
         layers, balance = workload.layers(), _balance(workload, system.stages_per_rank)
+        if isinstance(workload, EmulatedWorkload) and workload.copy_seconds is not None:
+            sleep_in_copies(workload.copy_seconds)
         plan = make_plan(
             len(layers),
             num_ranks=workload.num_stages,

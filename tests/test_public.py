@@ -60,7 +60,7 @@ SIGNATURES = {
     ),
     "RecomputePolicy": (
         "mode=<Mode.OVERLAP: 'overlap'> sets=None keep=None stash=None last_stage=<LastStage.AUTO: 'auto'> selective=() keep_layers=() "
-        "segments=1 parts=() shares=() offload=<Offload.NONE: 'none'> host_sets=None verify='first'"
+        "segments=1 parts=() shares=() offload=<Offload.NONE: 'none'> host_sets=None host_bytes=None verify='first'"
     ),
     "ModelSpec.build": "self first last * seed=0 device='cpu'",
     "Op": "stage kind microbatch=None part=None peer=None",

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from pipetrain.monitor.breakdown import bytes_over_time
 from pipetrain.schedule.bound import bound_of
+from pipetrain.schedule.kinds import RECOMPUTE
+from pipetrain.schedule.policy import Offload
 from pipetrain.schedule.simulate import simulate
 
 from ..charts import OURS, PEER_WITH, PEER_WITHOUT, Bar, Panel, draw_bars
@@ -38,12 +40,15 @@ class FewSets:
     limit: float
     split: bool = False
     megabits: int = 0
+    offload: Offload = Offload.NONE
+    search_seconds: float = SEARCH_SECONDS
 
     @property
     def title(self) -> str:
         load = self.workload
         links = f", links of {self.megabits} Mbit/s" if self.megabits else ""
-        return f"{load.num_stages} stages, {load.num_microbatches} microbatches, {self.sets} sets{links}"
+        copies = "" if load.copy_seconds is None else f", copies of {load.copy_seconds / load.forward_seconds:g} f"
+        return f"{load.num_stages} stages, {load.num_microbatches} microbatches, {self.sets} sets{links}{copies}"
 
     @property
     def peers(self) -> list[System]:
@@ -51,15 +56,23 @@ class FewSets:
             return [ALL_SETS, ZBV, ZBV_WITH_R]
         return [ALL_SETS] if self.megabits else [ALL_SETS, R_INLINE]
 
-    def ours(self, search_seconds: float) -> list[Ours]:
+    def ours(self) -> list[Ours]:
         """A named family, and the best order for all places (the rule's order if there is no search)."""
-        family = Ours("1f1b", sets=self.sets, split_backward=self.split, label=f"1f1b{', split' * self.split}")
-        rows = [family, self._auto(search_seconds)]
+        family = Ours(
+            "1f1b",
+            sets=self.sets,
+            split_backward=self.split,
+            offload=self.offload,
+            label=f"1f1b{', split' * self.split}",
+        )
+        rows = [family, self._auto()]
         return [*rows, Ours("zbv", sets=self.sets, label="zbv")] if self.split else rows
 
-    def _auto(self, seconds: float) -> Ours:
+    def _auto(self) -> Ours:
+        seconds = self.search_seconds
         label = f"auto{', split' * self.split}, {f'{seconds:g} s of search' if seconds else 'the rule'}"
-        return Ours("auto", sets=self.sets, search_seconds=seconds, split_backward=self.split, label=label)
+        order = Ours("auto", sets=self.sets, search_seconds=seconds, split_backward=self.split, label=label)
+        return replace(order, offload=self.offload)
 
 
 _FOUR = EmulatedWorkload(4, num_microbatches=16)
@@ -67,8 +80,10 @@ _FOUR = EmulatedWorkload(4, num_microbatches=16)
 _EIGHT = EmulatedWorkload(8, num_microbatches=16, forward_seconds=0.08, backward_seconds=0.16, layers_per_stage=2)
 _LINKED = EmulatedWorkload(4, num_microbatches=16, tensor_bytes=2_500_000)  # a hop of half a forward
 INSIDE = (FewSets(_FOUR, 2, 1.10), FewSets(_EIGHT, 2, 1.00, split=True))
+_COPIED = replace(_FOUR, copy_seconds=2 * _FOUR.forward_seconds)
+OFFLOADED = FewSets(_COPIED, 2, 1.05, offload=Offload.AUTO, search_seconds=60.0)
 LINKED = FewSets(_LINKED, 3, 0.80, megabits=1000)
-QUICK = FewSets(EmulatedWorkload(2, num_microbatches=4, layers_per_stage=2), 2, 1.10, split=True)
+QUICK = FewSets(EmulatedWorkload(2, num_microbatches=4, layers_per_stage=2), 2, 1.10, split=True, search_seconds=0.0)
 
 
 @dataclass(frozen=True)
@@ -110,7 +125,9 @@ class Measured:
         timeline = simulate(schedule, costs)
         curves = [bytes_over_time(schedule, timeline.of_rank(rank), costs) for rank in range(schedule.num_ranks)]
         peaks = [max(held for _, held in curve) for curve in curves]
-        return (peaks[0] + load.num_microbatches * load.tensor_bytes, *peaks[1:])
+        # A set that is kept or copied has no use for its input.
+        recomputes = any(op.stage == 0 and op.kind is RECOMPUTE for _, _, op in schedule.ops())
+        return (peaks[0] + recomputes * load.num_microbatches * load.tensor_bytes, *peaks[1:])
 
     def off_simulated(self) -> float:
         """The worst of our rows: |simulated / measured - 1|, measured in the rounds after the one that the costs are from."""
@@ -126,11 +143,10 @@ class Measured:
 
 def run(options: Options) -> Result:
     preload("torch.distributed.pipelining")
-    seconds = 0.0 if options.quick else SEARCH_SECONDS
-    result = Result("sets", CLAIM, settings={"rounds": options.rounds, "search_seconds": seconds})
+    result = Result("sets", CLAIM, settings={"rounds": options.rounds})
     panels = []
     for case in _cases(options, result):
-        measured = _measure(case, options.rounds, seconds)
+        measured = _measure(case, options.rounds)
         result.tables.append(_table(measured))
         result.data[case.title] = [row.to_json() for row in measured.rows]
         result.targets += targets_of(measured)
@@ -153,18 +169,18 @@ def _cases(options: Options, result: Result) -> Sequence[FewSets]:
         check_available()
     except Unavailable as reason:
         result.notes.append(f"slow links skipped: {reason}")
-        return INSIDE
-    return [*INSIDE, LINKED]
+        return [*INSIDE, OFFLOADED]
+    return [*INSIDE, OFFLOADED, LINKED]
 
 
-def _measure(case: FewSets, rounds: int, search_seconds: float) -> Measured:
+def _measure(case: FewSets, rounds: int) -> Measured:
     load = case.workload
     with ExitStack() as stack:
         network = Network()
         if case.megabits:
             network = stack.enter_context(shaped_network(load.num_stages, megabits=case.megabits))
         hop = measure_hop(load, network=network)
-        ours = [system.sought(load, load.costs(hop)) for system in case.ours(search_seconds)]
+        ours = [system.sought(load, load.costs(hop)) for system in case.ours()]
         rows = run_rounds([*case.peers, *ours], load, rounds=rounds, steps=1, network=network)
     return Measured(case, rows, hop)
 

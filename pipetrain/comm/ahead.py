@@ -20,7 +20,7 @@ from torch import Tensor, UntypedStorage
 from pipetrain.comm.forms import TensorForm
 from pipetrain.schedule.op import Lane, Op, Queue
 
-Moment = int  # so many ops of the compute lane have been launched
+Moment = int  # so many ops of a lane have been launched
 
 
 class Ahead:
@@ -66,9 +66,13 @@ class Ahead:
         """Call `let_go` when the compute stream comes after `op`, which `line` was given."""
         self._held.setdefault(line, deque()).append((self._ends[op][line], let_go))
 
-    def comes_after(self, line: Queue, moment: Moment) -> bool:
-        """Whether what `line` is given from now on comes after all that the compute lane had been given at `moment`."""
-        return moment <= max(self._clock(line).get(Lane.COMPUTE, 0), self._joined.get(Lane.COMPUTE, 0))
+    def moment(self, line: Queue) -> Moment:
+        """How many ops `line` has been given."""
+        return self._clock(line).get(line, 0)
+
+    def comes_after(self, line: Queue, moment: Moment, other: Queue = Lane.COMPUTE) -> bool:
+        """Whether what `line` is given from now on comes after all that the lane `other` had been given at `moment`."""
+        return moment <= max(self._clock(line).get(other, 0), self._joined.get(other, 0))
 
     def join(self) -> None:
         """From now on every line comes after all that any was given."""
@@ -109,13 +113,15 @@ class Ring:
 
     def take(self, form: TensorForm) -> Tensor:
         """A buffer for a tensor of this form. The current stream is that of the queue, which owns the memory."""
-        if not form.num_bytes:
-            return form.empty(self._device)
-        memory = self._used_again(form.num_bytes)
+        return form.within(self.memory(form.num_bytes)) if form.num_bytes else form.empty(self._device)
+
+    def memory(self, num_bytes: int) -> UntypedStorage:
+        """Memory of at least `num_bytes`, likewise."""
+        memory = self._used_again(num_bytes)
         if memory is None:
-            memory = torch.empty(form.num_bytes, dtype=torch.uint8, device=self._device).untyped_storage()
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device).untyped_storage()
         self._taken.append(memory)
-        return form.within(memory)
+        return memory
 
     def _used_again(self, num_bytes: int) -> UntypedStorage | None:
         """The smallest free buffer that is large enough. Where none is, a free one goes: lengths may change from step to step."""

@@ -37,8 +37,8 @@ class Transport:
     A step that is `described` sends each message with its form in front, and both ends remember the form by op; a later
     step sends the tensors' bytes alone, and a message of another form than remembered is refused.
 
-    `edges` makes the ends. A transfer that has ended stands in `ended` until `take_ended` takes it: the threads of the ends
-    only add to it.
+    `edges` makes the ends. A transfer that has ended stands in `ended` until the executor takes it: the threads of the ends only
+    add to it.
     """
 
     def __init__(
@@ -129,12 +129,6 @@ class Transport:
         """`forms` are those of this kind of step: filled where `described` (over edges before, after), read elsewhere."""
         self.assert_nothing_is_held()
         self._forms, self._described = forms, described
-
-    def take_ended(self) -> Op:
-        """The first transfer of `ended`: a message that has arrived, or has left."""
-        op, land = self.ended.popleft()
-        land()
-        return op
 
     def assert_nothing_is_held(self) -> None:
         """A step takes all that came, and all that it sent has left."""

@@ -231,9 +231,11 @@ class RecomputeConfig:
     last_stage: str = "auto"  # `auto`: the last stage has no R if it has room for a whole set; `always`: it has R
     # Number of parts in which a stage is recomputed, one after the other: a number, `sqrt` (of its layers) or `layers` (each alone).
     segments: int | str = 1
-    # Whether sets may go to host memory between F and B: `none`, `auto` (each is kept, recomputed or offloaded) or `always`. `show` alone
-    # knows it so far.
+    # Whether sets may go to host memory between F and B: `none`, `auto` (each is kept, recomputed or offloaded) or `always`.
     offload: str = "none"
+    host_bytes: int | None = (
+        None  # Most host memory of a rank for these sets; None: a third of what is free, for all ranks of a machine.
+    )
     # Outputs that stay from F to B and that R does not compute: `matmul`, `attention`, an operation as torch names it (`mm`), layers
     # (`2-5`, `3.mlp`: their products and attention), both (`2-5:attention`), or a list of these; None: R computes all.
     selective: str | tuple[str, ...] | None = None

@@ -43,10 +43,6 @@ def check_run(config: RunConfig) -> None:
         ConfigError: a value out of range, one that is not supported, or keys that do not fit each other.
     """
     check_schedule(config)
-    if config.recompute.offload != "none":
-        raise ConfigError(
-            f"recompute.offload={config.recompute.offload}: only `pipetrain show` knows it so far; use recompute.offload=none"
-        )
     in_parts = config.recompute.segments != 1  # which layers make a part depends on their bytes
     by_profile = "auto" in (config.pipeline.schedule, config.pipeline.balance) or in_parts
     if config.plan.profile is not None and not by_profile:

@@ -31,6 +31,10 @@ _TAKEN: dict[str, tuple[tuple[object, ...], str]] = {
     "recompute.keep": ((None, "none"), "keeps all sets of a stage or none; use recompute.keep=none"),
     "recompute.selective": ((None,), f"{_IN_ONE} recompute.selective=null"),
     "recompute.keep_layers": ((None,), f"{_IN_ONE} recompute.keep_layers=null"),
+    "recompute.offload": (
+        ("none",),
+        f"copies no sets to host memory; {_COMMAND.split(' or ')[-1]}, or recompute.offload=none",
+    ),
     "recompute.stash": ((None,), "holds what 1F1B holds; use recompute.stash=null"),
     "parallel.zero_stage": ((0, 1), "takes ZeRO 0 or 1 with a pipeline; use parallel.zero_stage=1"),
     "optim.name": ((ADAMW,), "is run with AdamW; use optim=adamw, or engine=native"),

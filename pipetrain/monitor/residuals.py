@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import Timeline
-from pipetrain.schedule.kinds import REDUCING, Direction
+from pipetrain.schedule.kinds import COPY_LANES, REDUCING, Direction
 from pipetrain.schedule.messages import partner_of
 from pipetrain.schedule.op import Kind, Lane, Op
 
@@ -47,7 +47,7 @@ def residuals(predicted: Timeline, *measured: Timeline) -> tuple[Residual, ...]:
 
 
 def op_seconds(timeline: Timeline, *, beside: Iterable[Timeline] = ()) -> dict[Op, float]:
-    """Seconds of each op that computes, of each hop under its RECV, and of each REDUCE_GRAD.
+    """Seconds of each op that computes, of each copy of a set, of each hop under its RECV, and of each REDUCE_GRAD.
 
     A hop lasts from the moment when both ends are ready (sent and posted) to the arrival, and a REDUCE_GRAD from when all that add up
     are to the sum: two stages, or the same stage of all replicas, whose timelines are `beside`. One of several that a rank has
@@ -63,7 +63,7 @@ def op_seconds(timeline: Timeline, *, beside: Iterable[Timeline] = ()) -> dict[O
     seconds: dict[Op, float] = {}
     ended: dict[int, float] = {}  # per rank, the sum before
     for event in timeline.events:
-        if event.op.kind.computes:
+        if event.op.kind.computes or event.lane in COPY_LANES:
             seconds[event.op] = event.end - event.start
         elif event.op.is_replica_allreduce:
             begin = max(whole[event.op], ended.get(event.rank, float("-inf")))
@@ -80,8 +80,9 @@ def measure_costs(num_stages: int, steps: Iterable[Sequence[Timeline]], *, repli
     replicas (or the ops of one `replica` alone).
 
     Of each step the timelines of its replicas. A stage without R is given its F's time: its schedule has no R to charge it for. A
-    backward that was only ever split is charged as its two halves, and one that never was, as half and half. A stage that adds up no
-    gradients has no time for it; one that does with the other replicas takes all its buckets together.
+    backward that was only ever split is charged as its two halves, and one that never was, as half and half. If any stage copies sets,
+    a copy on one that copies none takes its F's time. A stage that adds up no gradients has no time for it; one that does with the
+    other replicas takes all its buckets together.
     """
     spent: dict[tuple[str, int], list[float]] = defaultdict(list)
     for replicas in steps:
@@ -118,5 +119,6 @@ def measure_costs(num_stages: int, steps: Iterable[Sequence[Timeline]], *, repli
         input_gradient=where_spent("input_gradient", half),
         weight_gradient=where_spent("weight_gradient", half),
         reduce=where_spent("reduce"),
+        offload=where_spent("offload", forward),
         reduce_shared=where_spent("reduce_shared"),
     )

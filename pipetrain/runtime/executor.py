@@ -25,6 +25,7 @@ from pipetrain.comm.failure import FailureBoard, Monitor, PipelineError
 from pipetrain.comm.lanes import Lanes
 from pipetrain.comm.transport import Transport, fixed_leaves, wanted
 from pipetrain.runtime.gradients import SharedGradients
+from pipetrain.runtime.host_copies import HostCopies
 from pipetrain.runtime.program import COMPUTING, Places, Program, ProgramEntry, Turns
 from pipetrain.schedule.grid import grid
 from pipetrain.schedule.op import Kind, Op
@@ -90,6 +91,7 @@ class Executor:
         shared: SharedGradients | None = None,
     ) -> None:
         self.before_op: Callable[[Op, int], None] | None = None  # called ahead of each op of a training step
+        self.copies: HostCopies | None = None  # of sets; None: no schedule has them
         self.on_call: OnCall | None = None
         self.rank, self._stages, self._transport, self._lanes = rank, stages, transport, lanes
         self._monitor, self._board = monitor, board
@@ -114,9 +116,11 @@ class Executor:
         self._lanes.start_step()
         if program.reduces:
             self._shared.start_step(program.reduces)
+        if self.copies is not None:
+            self.copies.start_step()
         while True:
             while ended:
-                turns.end(program.number[self._transport.take_ended()])
+                turns.end(self._take_ended(program, step))
             if not turns.num_left:
                 break
             index = turns.take()
@@ -134,6 +138,17 @@ class Executor:
         if program.reduces:
             self._shared.end_step()
         self._assert_nothing_is_held()
+
+    def _take_ended(self, program: Program, step: Step) -> int:
+        """The number of the first transfer or copy that has ended, whose end may have something left to do."""
+        op, land = self._transport.ended.popleft()
+        number = program.number[op]
+        try:
+            land()
+        except Exception as error:
+            self._report(error, program, program.entries[number], step)
+            raise
+        return number
 
     def prepare(self, past: Past) -> None:
         """Let the stages of this rank prepare for new tokens while their input is still being received."""
@@ -154,7 +169,7 @@ class Executor:
                     self.before_op(op, step.index)
                 if step.on_op is not None:
                     step.on_op(op)
-                _TABLE[op.kind](self, entry, step)
+                has_ended = _TABLE[op.kind](self, entry, step)
         except PipelineError:
             raise
         except BaseException as error:
@@ -163,7 +178,7 @@ class Executor:
             if meant is not None:
                 raise meant from error
             raise
-        return lane in COMPUTING
+        return lane in COMPUTING if has_ended is None else has_ended
 
     # The table ----------------------------------------------------------------------------------------------------
 
@@ -181,6 +196,7 @@ class Executor:
                     witness=(op.stage, number) in step.witnessed,
                     has_backward=entry.has_backward,
                     split=entry.split,
+                    moves=entry.moves,
                 )
             else:
                 output = infer(stage, given, with_loss=step.with_loss, past=step.past)
@@ -206,6 +222,16 @@ class Executor:
     def _backward_weights(self, entry: ProgramEntry, _: Step) -> None:
         with self._lanes.timed(entry.lane, entry.op):
             self._stages[entry.op.stage].backward_weights(entry.microbatch)
+
+    def _offload(self, entry: ProgramEntry, _: Step) -> bool:
+        host_set = self._stages[entry.op.stage].host_set(entry.microbatch)
+        assert self.copies is not None
+        return host_set is None or self.copies.offload(entry, host_set)
+
+    def _reload(self, entry: ProgramEntry, _: Step) -> bool:
+        host_set = self._stages[entry.op.stage].host_set(entry.microbatch)
+        assert self.copies is not None
+        return host_set is None or self.copies.reload(entry, host_set)
 
     def _call(self, entry: ProgramEntry, _: Step) -> None:
         assert self.on_call is not None
@@ -237,6 +263,8 @@ class Executor:
         """Assert that a step has released all that it held: a rest would leak memory, or be taken for a message of the next step."""
         assert not self._given, f"nobody took the results of {', '.join(map(str, self._given))}"
         self._transport.assert_nothing_is_held()
+        if self.copies is not None:
+            self.copies.pool.assert_nothing_is_held()
         for stage in self._stages.values():
             stage.end_step()
 
@@ -249,6 +277,8 @@ class Executor:
 
     def drop(self) -> None:
         """A step has failed: hold nothing any more."""
+        if self.copies is not None:
+            self.copies.drop()
         for stage in self._stages.values():
             stage.drop()
         self._shared.drop()
@@ -285,12 +315,15 @@ def _stage_input(step: Step, microbatch: int, taken: _Boundary | None, *, is_las
 
 
 # A method for each kind of op that `runs` by its row in `schedule/kinds.py`. A new kind needs an entry here, a method above, one of the stage.
-_TABLE: Mapping[Kind, Callable[[Executor, ProgramEntry, Step], None]] = {
+# What it returns says whether the op has ended; None: its lane says so.
+_TABLE: Mapping[Kind, Callable[[Executor, ProgramEntry, Step], bool | None]] = {
     Kind.F: Executor._forward,
     Kind.R: Executor._recompute,
     Kind.B: Executor._backward,
     Kind.I: Executor._backward,
     Kind.W: Executor._backward_weights,
+    Kind.OFFLOAD: Executor._offload,
+    Kind.RELOAD: Executor._reload,
     Kind.CALL: Executor._call,
     Kind.SEND_F: Executor._send,
     Kind.SEND_B: Executor._send,

@@ -193,10 +193,6 @@ class Pipeline(StageWeights):
         self._runner.adopt(plan, programs, stages, policy)
 
     def _make_programs(self, given: GivenSchedule, policy: RecomputePolicy, plan: Plan) -> Programs:
-        if policy.offloads or (isinstance(given, Schedule) and given.offloaded):  # no stage copies sets yet
-            raise ValueError(
-                f"offload={policy.offload}: only `pipetrain show` knows copies of sets so far; use offload=none, or a schedule without them"
-            )
         programs = self._parts.programs(given, policy, plan)
         check_calls(programs.whole().schedule, self._on_call)
         return programs

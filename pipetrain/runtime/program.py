@@ -1,11 +1,12 @@
 """One rank's part of a schedule, laid out for the executor's loop: queues of ops, and for each op the ops that wait for it.
 
     transfers    0SEND_F0 0SEND_F1 ...      one queue for each stage edge and direction, sends before receives; one of reduces
+    copies       0OFFLOAD1 0OFFLOAD2 ...    down, and one up
     compute      0F0 0F1 0F2 ...
     recompute    0R0 0R1 ...
 
-An op may start when all ops that it waits for have ended and the op before it in its queue has started. If two ops may start, the
-one in the upper queue does. On a device, where the host launches ahead, there is one queue, the launch order of the schedule. This
+An op may start when all ops that it waits for have ended and the op before it in its queue has started. A copy is given to the thread of its
+lane before, which waits for other copies itself. If two ops may start, the one in the upper queue does. On a device, where the host launches ahead, there is one queue, the launch order of the schedule. This
 is all that the executor obeys, and it obeys it for every op.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipetrain.schedule.kinds import FINISHING, MESSAGE_LANES, RECOMPUTE, Direction, Kind, Lane
+from pipetrain.schedule.kinds import COPY_LANES, FINISHING, MESSAGE_LANES, RECOMPUTE, Direction, Kind, Lane
 from pipetrain.schedule.messages import receive_of, send_of, source_of, writes_boundary
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.schedule import Schedule
@@ -36,10 +37,13 @@ class ProgramEntry:
     lane: Lane
     microbatch: int  # -1: of none
     waits: tuple[Op, ...]
+    # Of these, those for which the thread of a copy waits: copies of other sets, where the host does not run ahead.
+    waits_of_thread: tuple[Op, ...]
     reads: Op | None
     is_received: bool
     writes: Op | None
     keep: bool  # F: no R follows, its set stays
+    moves: bool  # F: its set goes to host memory
     split: bool  # F: the backward comes in two halves
     has_backward: bool
     is_last: bool  # of the last stage
@@ -51,19 +55,28 @@ class ProgramEntry:
             first = 0 if row.direction is Direction.FORWARD else schedule.first_backward
             if first <= op.stage + row.direction < schedule.num_stages:
                 writes = send_of(schedule, op) or op
+        waits = schedule.waits.get(op, ())
+        has_thread = lane in COPY_LANES and not schedule.launch_order
         return ProgramEntry(
             op,
             lane,
             -1 if op.microbatch is None else op.microbatch,
-            schedule.waits.get(op, ()),
+            waits,
+            tuple(other for other in waits if _copies_another(other, op)) if has_thread else (),
             source_of(schedule, op) if op.kind.computes else None,
             receive_of(schedule, op) is not None,
             writes,
             keep=place not in recomputed,
+            moves=place in schedule.offloaded,
             split=place in split,
             has_backward=op.stage >= schedule.first_backward,
             is_last=op.stage == schedule.num_stages - 1,
         )
+
+
+def _copies_another(other: Op, op: Op) -> bool:
+    """Whether `other` copies another set than `op`."""
+    return other.kind.row.lane in COPY_LANES and (other.stage, other.microbatch) != (op.stage, op.microbatch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +114,8 @@ class Program:
         followers: list[list[int]] = [[] for _ in ops]
         for place, entry in enumerate(entries):
             for awaited in entry.waits:
+                if awaited in entry.waits_of_thread:
+                    continue
                 followers[number[awaited]].append(place)
         queues = [*queues[len(COMPUTING) :], *queues[: len(COMPUTING)]]
         return Program(
@@ -112,7 +127,7 @@ class Program:
             tuple(map(tuple, followers)),
             recomputed,
             schedule.lane(rank, Lane.REDUCE),
-            tuple(len(entry.waits) for entry in entries),
+            tuple(len(entry.waits) - len(entry.waits_of_thread) for entry in entries),
             tuple(queue.start for queue in queues),
         )
 
@@ -129,8 +144,9 @@ def _queues(schedule: Schedule, rank: int) -> Iterator[tuple[Op, ...]]:
         for op in schedule.lane(rank, lane):
             transfers.setdefault((op.stage, op.kind), []).append(op)
         yield from map(tuple, transfers.values())
-    if reduces := schedule.lane(rank, Lane.REDUCE):
-        yield reduces
+    for lane in (Lane.REDUCE, *COPY_LANES):
+        if ops := schedule.lane(rank, lane):
+            yield ops
 
 
 class Turns:

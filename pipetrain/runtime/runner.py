@@ -30,8 +30,10 @@ from pipetrain.runtime.cut import (
 )
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.generation import Choose, Generation, OnToken, Request
+from pipetrain.runtime.host_copies import HostCopies, checked_limit
 from pipetrain.runtime.losses import LossCheck, loss_of_all
 from pipetrain.runtime.skips import Skips
+from pipetrain.schedule.alive import peak_on_host
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.layer_state import buffers_in, modules_below, parameters_in
 from pipetrain.stage.past import set_trainable
@@ -83,6 +85,20 @@ class CallRunner:
         self._calls = Calls(group, plan, stages, copies)
         self._shared_gradients = self._parts.shared_gradients(stages, programs)
         self.executor.change(stages, self._shared_gradients)
+        if self.executor.copies is not None:
+            self.executor.copies.close()
+            self.executor.copies = None
+        if (schedule := programs.whole().schedule).offloaded:
+            most = {stage: peak_on_host(schedule, stage)[0] for stage in stages}
+            self.executor.copies = HostCopies(
+                self._parts.lanes,
+                group.monitor,
+                self._parts.meter,
+                group.device,
+                checked_limit(policy.host_bytes),
+                most,
+                lambda op, land: self.transport.ended.append((op, land)),
+            )
 
     def run(
         self, kind: str, step: Step, inputs: Any, targets: Any, *, is_training: bool, mistake: str | None = None
@@ -210,6 +226,8 @@ class CallRunner:
         """End the threads and connections between stages."""
         if self._watchdog is not None:
             self._watchdog.close()
+        if self.executor.copies is not None:
+            self.executor.copies.close()
         self.transport.close()
 
     def _break_off(self) -> None:

@@ -115,7 +115,8 @@ class RecomputePolicy:
     (`of_layers`). With `mode=never` only replicas use parts: they sum the gradients of a part as soon as these are complete.
 
     `offload`: whether sets may go to host memory, where a stage has at most `host_sets` of them at once (None: any number). An offloaded set
-    takes a slot from its F to the end of its OFFLOAD, and again from the start of its RELOAD.
+    takes a slot from its F to the end of its OFFLOAD, and again from the start of its RELOAD. `host_bytes` is the most host memory of a rank
+    (None: a third of what is free when it starts, for all ranks of its machine together); a step that needs more ends with an error.
 
     `verify`: on which microbatches R is compared with F: `first` (of each kind of step), `every`, `off`, or a number N (one
     microbatch every N steps, in turn). It changes no op, so two policies that differ in it alone are equal.
@@ -136,6 +137,7 @@ class RecomputePolicy:
     shares: tuple[tuple[float, ...], ...] = ()
     offload: Offload = Offload.NONE
     host_sets: PerStage | None = None
+    host_bytes: int | None = field(default=None, compare=False, repr=False)
     verify: str | int = field(default=FIRST, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -150,6 +152,9 @@ class RecomputePolicy:
             "stash": None if self.stash is None else _per_stage("recompute.stash", self.stash, _WHOLE, _is_whole),
             "last_stage": _choice("recompute.last_stage", self.last_stage, LastStage),
             "offload": _choice("recompute.offload", self.offload, Offload),
+            "host_bytes": None
+            if self.host_bytes is None
+            else _word_or_number("recompute.host_bytes", self.host_bytes, (), "a number of bytes, 1 or more"),
             "selective": tuple(
                 one if isinstance(one, Outputs) else Outputs.parse(one) for one in _entries(self.selective)
             ),

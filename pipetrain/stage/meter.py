@@ -7,7 +7,8 @@ Parameters and buffers do not count, nor do casts of parameters that all sets sh
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -33,11 +34,26 @@ class ActivationMeter:
         self._left_out: dict[int, int] = {}  # storage of a weight's cast -> how many callers left it out
         self._on_their_way: dict[int, int] = {}  # storage -> holders that are messages not sent, or not used, yet
         self.current_bytes = 0
+        self._apart_bytes = 0  # of these, what threads beside the one that computes added
         self.peak_bytes = 0
         self.stage_bytes = 0  # without storages that only messages hold
         self.peak_stage_bytes = 0
         # Re-entrant: garbage collection within `hold` may free a slot, which calls `release` on the same thread.
         self._lock = threading.RLock()
+
+    @property
+    def own_bytes(self) -> int:
+        """The current bytes without what was added or released within `apart`."""
+        with self._lock:
+            return self.current_bytes - self._apart_bytes
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within it another thread than the one that computes adds and releases: `own_bytes` stays as it is."""
+        with self._lock:
+            before = self.current_bytes
+            yield
+            self._apart_bytes += self.current_bytes - before
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Do not count the storages of these: the parameters and buffers of the rank."""

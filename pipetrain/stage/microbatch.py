@@ -12,11 +12,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from pipetrain.stage.entry import Passed
+from pipetrain.stage.host_set import HostSet
 from pipetrain.stage.layer_state import NO_COPIES
 from pipetrain.stage.meter import CountedBytes, SetSize
 from pipetrain.stage.slots import LateBoundSet
 from pipetrain.stage.split_backward import Deferral
-from pipetrain.stage.tensor_copies import TensorCopies
+from pipetrain.stage.tensor_copies import TensorCopies, is_dense, storage_key
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,15 @@ class StageOutput:
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
     wants_gradient: tuple[bool, ...]
+
+
+def lent_storages(leaves: Sequence[Any]) -> frozenset[int]:
+    """The storages of which leaves are a part, as a microbatch is of the batch."""
+    return frozenset(
+        storage_key(leaf)
+        for leaf in leaves
+        if isinstance(leaf, Tensor) and is_dense(leaf) and leaf.nbytes < leaf.untyped_storage().nbytes()
+    )
 
 
 _ONE_LEAF = pytree.tree_structure(0)  # of what is no tuple and no dict
@@ -102,4 +112,6 @@ class Held:
     counted: list[tuple[Tensor, int]] = field(default_factory=list)
     passed: dict[int, Passed] = field(default_factory=dict)  # by layer
     size: CountedBytes | None = None  # of a kept set that autograd holds
+    host_set: HostSet | None = None  # what goes to host memory
+    lent: frozenset[int] = frozenset()  # storages of which the input is a part
     ends: list[int] = field(default_factory=list)  # per layer, autograd's number of its last node

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipetrain.stage.host_set import HostSet
 from pipetrain.stage.microbatch import StageInput, StageOutput
 from pipetrain.stage.stage import LossFn, Stage
 from pipetrain.stage.tensor_copies import storage_key
@@ -158,6 +159,11 @@ class SegmentedStage:
             passing.shared = [parameter.grad for parameter in self._shared]
             for parameter, before in zip(self._shared, outside):
                 parameter.grad = before
+
+    def host_set(self, microbatch: int) -> HostSet | None:
+        raise AssertionError(
+            f"stage {self.index} has parts, and the set of {microbatch} goes to host memory as a whole"
+        )
 
     def backward_weights(self, microbatch: int) -> None:
         raise AssertionError(f"stage {self.index} has parts, and B{microbatch} of parts has no halves")

@@ -61,6 +61,7 @@ class LateBoundSet:
     Layers are numbered from 0 within the stage. `proof`: F fills the slots, and R's tensors are compared with them. `casts` is told of
     what is saved, under autocast. `selection` says which outputs F keeps for R. `watches`: F checks at its end that no tensor that it
     saved has changed in place; else B does for the slots that R fills. `split`: some tensors are held until W, so each slot counts by itself.
+    `moves`: F fills the slots, from which the set goes to host memory, so each counts by itself too.
     """
 
     wanted: int | None = None  # the layer whose empty slot was read in F, by itself or another layer
@@ -85,12 +86,13 @@ class LateBoundSet:
         watches: bool = True,
         witness: Witness | None = None,
         split: bool = False,
+        moves: bool = False,
     ) -> None:
-        self.keep = keep
+        self.keep, self.moves = keep, moves
         self.proof = proof
         self.is_filled = keep or proof is not None  # by F
         self.reads_from: dict[int, int] = {}  # a layer that read slots in F -> the first layer of which it read one
-        self._split = split
+        self._counts_each = split or moves
         self.casts = casts
         self.name_of = name_of
         self.meter = meter
@@ -203,7 +205,7 @@ class LateBoundSet:
             self.outputs.end_forward(self.whole, self.end)
         if self.is_filled or self.whole - self.free:
             self.count(size or SetSize())
-        if self.keep or not needed:
+        if (self.keep and not self.moves) or not needed:
             self.slots.clear()  # the graph owns them; each goes with its node
 
     def _copy_what_changes(self, changing: Set[int]) -> None:
@@ -216,15 +218,15 @@ class LateBoundSet:
                 slot.fill(view_into(copies[key], slot.tensor))
 
     def count(self, size: SetSize) -> None:
-        """Count the tensors in the slots in the meter, until these slots are gone. With a split backward each slot counts by itself."""
+        """Count the tensors in the slots in the meter, until these slots are gone."""
         filled, tensors = list[Slot](), list[Tensor]()
         for slot in self.slots:
             if slot.tensor is not None and slot.counted is None:
                 filled.append(slot)
                 tensors.append(slot.tensor)
-                if size.is_known and not self._split:
+                if size.is_known and not self._counts_each:
                     break  # B comes last to what was saved first
-        if self._split:
+        if self._counts_each:
             self.num_bytes = self.meter.uncounted_bytes(tensors)
             for slot, tensor in zip(filled, tensors):
                 slot.counted = CountedBytes(self.meter, 0, (tensor,))

@@ -25,12 +25,13 @@ from pipetrain.stage.errors import (
     refuse_gradient_inside,
     saved_changed,
 )
+from pipetrain.stage.host_set import HostSet
 from pipetrain.stage.inspection import FirstLook
 from pipetrain.stage.layer_state import NOTHING_BEFORE, Before, LayerState
 from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
 from pipetrain.stage.local import without_local
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.microbatch import Held, MicrobatchKind, StageInput, StageOutput, detached
+from pipetrain.stage.microbatch import Held, MicrobatchKind, StageInput, StageOutput, detached, lent_storages
 from pipetrain.stage.proof import Proof, Stop, Witness
 from pipetrain.stage.recompute import Recompute, SetComplete
 from pipetrain.stage.selective import Selection, Wanted
@@ -123,16 +124,18 @@ class Stage:
         has_backward: bool = True,
         split: bool = False,
         witness: bool = False,
+        moves: bool = False,
     ) -> StageOutput:
         """F with a graph. With a loss, the output is the weighted loss.
 
         `prove`: the set is kept although R will run, and R is compared with it. `has_backward`: B will be called; it does nothing if
         the output needs no gradient. `split`: the backward will run as I and W. `witness`: checksums of what F and R save are compared.
+        `moves`: the kept set goes to host memory, and comes back before its B (`host_set`).
 
         Raises: SavedTensorChanged, LayerRefused, StateChanged, ValueError (a loss without gradient or no scalar, a leaf of another stage).
         """
         assert microbatch not in self._held, f"stage {self.index} runs F{microbatch} twice"
-        bytes_before = self.meter.current_bytes
+        bytes_before = self.meter.own_bytes
         if self._versions is None:
             self.state.look()
             self._versions = list(map(_VERSION, self.state.parameters))
@@ -143,8 +146,10 @@ class Stage:
         seeds = given.seeds_of(self.indices)
         held = Held(None if keep else given, len(given.leaves), kind, seeds, has_casts=has_casts)
         before, look = NOTHING_BEFORE, None
-        if not (keep and not prove and kind.is_plain):
-            before, look = self._open_set(held, given, prove=prove, is_new=is_new, split=split, witness=witness)
+        if moves or not (keep and not prove and kind.is_plain):
+            held.lent = lent_storages(given.leaves) if moves else frozenset()
+            how = {"prove": prove, "is_new": is_new, "split": split, "witness": witness, "moves": moves}
+            before, look = self._open_set(held, given, **how)
         with self._leaves.over(given.on_layer) if is_new else nullcontext(given.on_layer) as on_layer:
             outputs = self._run_forward(held, given, before, look, on_layer)
         output = detached(outputs, held.roots)
@@ -176,7 +181,7 @@ class Stage:
         return kind
 
     def _open_set(
-        self, held: Held, given: StageInput, *, prove: bool, is_new: bool, split: bool, witness: bool
+        self, held: Held, given: StageInput, *, prove: bool, is_new: bool, split: bool, witness: bool, moves: bool
     ) -> tuple[Before, FirstLook | None]:
         """The set of an F that runs under hooks, the state before that F, and what looks at its layers if they are new."""
         keep = held.given is None
@@ -190,6 +195,7 @@ class Stage:
             watches=is_new,
             witness=Witness(self.state.watched) if witness and not (prove or keep) and self._may_witness() else None,
             split=split,
+            moves=moves,
         )
         if self.kept:
             late.keep_whole(self.free if keep else self.kept, self.free)
@@ -287,7 +293,7 @@ class Stage:
         """Close the set after all layers have run under hooks. `leaves` are those of the input and of the output."""
         # Storages that a later F may change: a filled set gets copies of what it has of them.
         changing = self.state.live_storages() if late.is_filled or self.kept else frozenset()
-        if held.given is None and needed:
+        if held.given is None and needed and not late.moves:
             storages, kind = late.storages(), held.kind
             kind.others = tuple(
                 n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and storage_key(leaf) in storages
@@ -307,20 +313,29 @@ class Stage:
         late = held.late
         if late is None or late.is_filled:
             unsaved = 0 if late is None else late.outputs_bytes - late.saved_outputs_bytes
-            self.set_bytes[microbatch] = self.meter.current_bytes - bytes_before - unsaved
+            self.set_bytes[microbatch] = self.meter.own_bytes - bytes_before - unsaved
         if held.given is not None:
             assert late is not None
             self.kept_bytes[microbatch] = late.outputs_bytes
-            bytes_before = self.meter.current_bytes
+            bytes_before = self.meter.own_bytes
             stashed = list(held.given.leaves)
             for passed in held.passed.values():
                 stashed += passed.leaves
             for leaf in stashed:
                 if isinstance(leaf, Tensor):
                     held.counted.append((leaf, self.meter.hold(leaf)))
-            self.stash_bytes[microbatch] = self.meter.current_bytes - bytes_before
+            self.stash_bytes[microbatch] = self.meter.own_bytes - bytes_before
 
-    # R ------------------------------------------------------------------------------------------------------------
+    # Host memory, and R ---------------------------------------------------------------------------------------------
+
+    def host_set(self, microbatch: int) -> HostSet | None:
+        """What goes to host memory of a microbatch whose F had `moves`; None: nothing is held of it."""
+        held = self._held.get(microbatch)
+        if held is None or held.late is None:
+            return None
+        if held.host_set is None:
+            held.host_set = HostSet(held.late, self.meter, self.device, held.lent)
+        return held.host_set
 
     def holds(self, microbatch: int) -> bool:
         """Whether the stage holds something of the microbatch, so that R or B has work."""

@@ -8,11 +8,12 @@ import pytest
 
 from benchmarks.ablation.run import orders
 from benchmarks.emulated import EmulatedWorkload
-from benchmarks.sets.run import INSIDE, QUICK, FewSets, Measured, targets_of
+from benchmarks.sets.run import INSIDE, OFFLOADED, QUICK, FewSets, Measured, targets_of
 from benchmarks.systems import Account, Ours
 from benchmarks.trial import Row, Trial
 from pipetrain.schedule.alive import peak_sets
 from pipetrain.schedule.check import check
+from pipetrain.schedule.policy import Offload
 from pipetrain.schedule.simulate import simulate
 
 FOUR = EmulatedWorkload(4, num_microbatches=16, forward_seconds=1.0, backward_seconds=2.0)
@@ -23,8 +24,8 @@ def seconds(system: Ours, workload: EmulatedWorkload) -> float:
 
 
 def test_orders_are_sought_once_and_fit_their_places() -> None:
-    case = FewSets(EmulatedWorkload(3, num_microbatches=6, layers_per_stage=2), 2, 1.0, split=True)
-    for system in case.ours(0.0):
+    case = FewSets(EmulatedWorkload(3, num_microbatches=6, layers_per_stage=2), 2, 1.0, split=True, search_seconds=0.0)
+    for system in case.ours():
         sought = system.sought(case.workload, case.workload.costs(stages_per_rank=system.stages_per_rank))
         assert (sought.order is not None) == (system.family == "auto")
         schedule = sought.schedule(case.workload)
@@ -32,8 +33,16 @@ def test_orders_are_sought_once_and_fit_their_places() -> None:
         assert max(peak.sets for peak in peak_sets(schedule)) <= system.sets
         assert schedule.num_ranks == case.workload.num_stages
         assert replace(sought, order=None) == system
-    names = [system.name for case in (QUICK, *INSIDE) for system in case.ours(60.0)]
-    assert {"1f1b", "1f1b, split", "auto, 60 s of search", "auto, split, 60 s of search", "zbv"} <= set(names)
+    names = [system.name for case in (QUICK, *INSIDE) for system in case.ours()]
+    assert {"1f1b", "1f1b, split", "auto, 20 s of search", "auto, split, 20 s of search", "zbv"} <= set(names)
+
+
+def test_sets_go_to_the_host_where_copies_are_measured() -> None:
+    case = replace(OFFLOADED, search_seconds=0.0)
+    for system in case.ours():
+        sought = system.sought(case.workload, case.workload.costs())
+        assert sought.schedule(case.workload).offloaded
+        assert seconds(sought, case.workload) < seconds(replace(system, offload=Offload.NONE), case.workload)
 
 
 @pytest.mark.slow
@@ -56,8 +65,8 @@ def test_costs_of_a_workload_are_its_sleeps() -> None:
 @pytest.mark.slow
 def test_targets_say_what_was_measured() -> None:
     """Rows that take what was simulated and hold what was foreseen keep all promises; one too late, too full, or beside fast peers does not."""
-    case = FewSets(EmulatedWorkload(3, num_microbatches=6, layers_per_stage=2), 2, 1.0, split=True)
-    ours = [system.sought(case.workload, case.workload.costs()) for system in case.ours(0.0)]
+    case = FewSets(EmulatedWorkload(3, num_microbatches=6, layers_per_stage=2), 2, 1.0, split=True, search_seconds=0.0)
+    ours = [system.sought(case.workload, case.workload.costs()) for system in case.ours()]
 
     def missed(*, late: float = 1.0, full: float = 1.0, peers: float = 10.0) -> list[str]:
         rows = [Row(peer, [Trial((peers,), (), None)]) for peer in case.peers]

@@ -129,6 +129,7 @@ WITHOUT_A_RANGE = {
         "recompute.stash",
         "recompute.segments",
         "recompute.keep_layers",
+        "recompute.host_bytes",
         "recompute.verify",
     ),
 }

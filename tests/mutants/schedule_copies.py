@@ -3,6 +3,8 @@
 from mutants.mutant import Mutant
 
 _TESTS = "tests/schedule/test_offload.py"
+_HOST = "tests/runtime/test_host_copies.py"
+_VIRTUAL = "tests/virtual_gpu/test_matrix.py"
 
 MUTANTS = (
     Mutant(
@@ -60,5 +62,75 @@ MUTANTS = (
         "            deadlines.append(min(math.floor(starts[op] + _ROUNDING), deadlines[-1]) - hop)",
         "            deadlines.append(self.step)",
         (_TESTS, "-k", "keeps_to_its_steps"),
+    ),
+    Mutant(
+        "the memory of a set is used again under its copy to the host",
+        "pipetrain/runtime/host_copies.py",
+        "        ahead.hold(lane, op, held.clear)  # [1]\n",
+        "        held.clear()\n",
+        (_VIRTUAL, "-k", "interleaved and offload"),
+    ),
+    Mutant(
+        "a set comes back into memory that a B still reads",
+        "pipetrain/runtime/host_copies.py",
+        "host_set.come_back(self._ring.memory, ",
+        "host_set.come_back(_new_memory, ",
+        (_VIRTUAL, "-k", "offload"),
+    ),
+    Mutant(
+        "a set goes into memory of the host that a copy back still reads",
+        "pipetrain/runtime/host_copies.py",
+        "lambda after: ahead.comes_after(lane, after, Lane.RELOAD)",
+        "lambda _: True",
+        (_VIRTUAL, "-k", "offload"),
+    ),
+    Mutant(
+        "a copy back does not wait for the copy to the host, on the device",
+        "pipetrain/comm/lanes.py",
+        "            if event is not None:\n                self.device.wait(stream, event)  # [1]",
+        "            if event is not None and before.kind != 'OFFLOAD':\n                self.device.wait(stream, event)  # [1]",
+        (_VIRTUAL, "-k", "offload"),
+    ),
+    Mutant(
+        "B does not wait for the copy back, on the device",
+        "pipetrain/comm/lanes.py",
+        "            if event is not None:\n                self.device.wait(stream, event)  # [1]",
+        "            if event is not None and before.kind != 'RELOAD':\n                self.device.wait(stream, event)  # [1]",
+        (_VIRTUAL, "-k", "offload"),
+    ),
+    Mutant(
+        "the whole batch goes to the host with each microbatch",
+        "pipetrain/stage/stage.py",
+        "lent_storages(given.leaves) if moves else frozenset()",
+        "frozenset()",
+        (_HOST, "-k", "what_is_copied"),
+    ),
+    Mutant(
+        "weights go to the host",
+        "pipetrain/stage/host_set.py",
+        "not _has_plain_bytes(tensor) or meter.is_left_out(key)",
+        "not _has_plain_bytes(tensor)",
+        (_HOST, "-k", "what_is_copied"),
+    ),
+    Mutant(
+        "a copy takes a tensor that has changed since F",
+        "pipetrain/stage/host_set.py",
+        "                if view.tensor._version != view.slot.version:",
+        "                if False:",
+        (_HOST, "-k", "changes_before"),
+    ),
+    Mutant(
+        "the pool makes slabs as it needs them",
+        "pipetrain/runtime/host_copies.py",
+        "self._reserve(self._most[stage], num_bytes)",
+        "self._reserve(1, num_bytes)",
+        (_HOST, "-k", "pool or hold_what"),
+    ),
+    Mutant(
+        "an error in a copy's thread is lost",
+        "pipetrain/runtime/host_copies.py",
+        "                land = functools.partial(_raise, error)\n",
+        "                pass\n",
+        (_HOST, "-k", "fails_names_its_op"),
     ),
 )

@@ -12,12 +12,12 @@ from spelled import lane, ops, waits
 
 from pipetrain.config.load import load_config
 from pipetrain.config.problem import ConfigError
-from pipetrain.config.together import check_run
+from pipetrain.engine.available import check_engine
 from pipetrain.monitor.breakdown import break_down, bytes_over_time, sets_over_time
 from pipetrain.monitor.draw.terminal import staircase
 from pipetrain.schedule.alive import peak_on_host, peak_sets
 from pipetrain.schedule.bound import bound, bound_of
-from pipetrain.schedule.check import ScheduleError, check, check_calls
+from pipetrain.schedule.check import ScheduleError, check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import order_of_csv, write_csv
 from pipetrain.schedule.families import Shape
@@ -238,10 +238,15 @@ def test_what_cannot_run_is_refused_in_one_line() -> None:
         assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match=r"recompute\.offload=none, but the schedule itself has 0OFFLOAD0"):
         written(offload="none")
-    with pytest.raises(ValueError, match="only `pipetrain show` knows it"):
-        check_calls(written(), None)
-    with pytest.raises(ConfigError, match=r"recompute\.offload=always: only `pipetrain show`"):
-        check_run(load_config(["recompute.offload=always"]))
+    for host_bytes in (0, -1, "much", 1.5):
+        with pytest.raises(ValueError, match=r"recompute\.host_bytes=.* allowed are a number of bytes, 1 or more"):
+            RecomputePolicy(offload="auto", host_bytes=host_bytes)  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r"recompute\.offload=auto: not supported by engine=deepspeed, which copies no sets"
+    ):
+        check_engine(
+            load_config(["recompute.offload=auto", "engine=deepspeed", "pipeline=1f1b", "recompute.mode=inline"])
+        )
 
 
 # How long a step takes --------------------------------------------------------------------------------------------------
@@ -376,7 +381,7 @@ def test_by_stage_keeps_to_its_steps() -> None:
     costs = Costs.spread(3, forward=[1, 2, 1], backward=[2, 3, 2], hop=0.5, offload=[1, 2, 1])
     spec = dataclasses.replace(spec_of(3, 6, sets=1), costs=costs)
     start = simulate(make(spec), costs).step_seconds
-    for order in by_solver(problem_of(spec, costs), start * 1.1, Effort(1.0, steps=3.0)):
+    for order in by_solver(problem_of(spec, costs), start * 1.1, Effort(1.0, steps=3.0), lambda order: order.seconds):
         schedule = held_to(spec, [list(lane) for lane in order.lanes])
         has_room_whatever_the_timing(schedule)
         assert simulate(schedule, costs).step_seconds <= order.seconds + 1e-9

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from rounding import rounding
@@ -20,6 +21,7 @@ from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.snapshot.saver import Saver
 from pipetrain.snapshot.state import Part, RunState
+from pipetrain.stage import host_set
 from virtual_gpu.hangs import find_hangs, find_hangs_of_all, folded
 from virtual_gpu.races import find_races
 from virtual_gpu.recorded import Recording
@@ -73,6 +75,7 @@ class Case:
     replicas: int = 1
     layers_per_part: int = 1
     keep_layers: tuple[int, ...] = ()
+    offload: str = "none"
 
     def __str__(self) -> str:
         words = [self.schedule, self.mode, f"sets{self.sets}", f"{self.ranks}x{self.stages_per_rank}", self.placement]
@@ -84,6 +87,7 @@ class Case:
             + [f"ahead{self.ahead}"] * (self.ahead != 2)
             + [f"selective-{self.selective}"] * (self.selective is not None)
             + [f"segments{self.segments}"] * (self.segments != 1)
+            + [f"offload-{self.offload}"] * (self.offload != "none")
             + [f"replicas{self.replicas}"] * (self.replicas != 1)
             + ([] if self.slow is None else [f"slow{self.slow}"])
         )
@@ -105,9 +109,9 @@ class Played:
 
 
 def play(case: Case) -> Played:
-    """Some steps of a case, with an optimizer, on virtual GPUs."""
+    """Some steps of a case, with an optimizer, on virtual GPUs. Sets go to host memory though their tensors are small."""
     ranks = VirtualRanks(case.ranks * case.replicas, slow=case.slow)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(host_set, "LEAST_BYTES", 1):
         recording, values = ranks.run(lambda: _train(case, Path(folder)))
     return Played(recording, [losses for losses, _ in values], [gradients for _, gradients in values])
 
@@ -135,6 +139,7 @@ def _train(case: Case, folder: Path) -> tuple[list[Tensor], dict[str, Tensor | N
         selective=case.selective,  # type: ignore[arg-type]
         segments=case.segments,
         keep_layers=case.keep_layers,  # type: ignore[arg-type]
+        offload=case.offload,  # type: ignore[arg-type]
     )
     losses, gradients = [], {}
     with Pipeline(

@@ -38,6 +38,7 @@ class Blocks:
         self._lent: dict[int, tuple[int, weakref.ref[Any]]] = {}  # second storages of the same memory
         self._count = 0
         self._of_host: dict[int, weakref.ref[Any]] = {}
+        self._pinned: dict[int, tuple[int, weakref.ref[Any]]] = {}  # of the host, but copied by streams: numbered too
         self._unfilled: dict[
             int, list[Callable[[UntypedStorage], None]]
         ] = {}  # block -> bring what messages have for it
@@ -70,6 +71,19 @@ class Blocks:
         key = storage._cdata
         if key not in self._of_host:
             self._of_host[key] = weakref.ref(storage, lambda _: self._of_host.pop(key, None))
+
+    def pin(self, tensor: Tensor) -> None:
+        """Streams copy to and from the memory of `tensor`, which is the host's."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self.put_on_host(tensor)
+        self._pinned[key] = self._count, weakref.ref(storage, lambda _: self._pinned.pop(key))
+        self._count += 1
+
+    def of_pinned(self, tensor: Tensor) -> int | None:
+        """The block of a tensor in memory that is pinned; no allocator gives that to others."""
+        known = self._pinned.get(tensor.untyped_storage()._cdata)
+        return None if known is None else known[0]
 
     def put_on_device(self, tensor: Tensor) -> None:
         """It is on the device after all: `nn.Module.to`."""
@@ -132,7 +146,7 @@ class KernelMode(TorchDispatchMode):
             for tensor in _tensors(result):
                 self._blocks.put_on_host(tensor)
             return result
-        return self._on_device(func, args, kwargs, stream, on_device)
+        return self._on_device(func, args, kwargs, stream, on_device, arguments)
 
     def _on_device(
         self,
@@ -141,6 +155,7 @@ class KernelMode(TorchDispatchMode):
         kwargs: Mapping[str, Any],
         stream: int,
         tensors: Sequence[tuple[int | str, Tensor]],
+        arguments: Sequence[tuple[int | str, Tensor]],
     ) -> Any:
         facts = _facts(func)
         reads: list[int] = []
@@ -149,6 +164,9 @@ class KernelMode(TorchDispatchMode):
             block = self._blocks.of(tensor, stream)
             self._blocks.fill(block, tensor)
             (writes if place in facts.written else reads).append(block)
+        for place, tensor in arguments:
+            if (pinned := self._blocks.of_pinned(tensor)) is not None:
+                (writes if place in facts.written else reads).append(pinned)
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             if not self._blocks.knows(tensor):

@@ -223,7 +223,7 @@ class RaceFinder:
         return Use(rank.op, name, stream, rank.names[stream] or f"stream {stream}", clock[rank.first + stream])
 
     def _access(self, rank: _Rank, number: int, use: Use, *, writes: bool) -> None:
-        block = rank.blocks[number]
+        block = rank.blocks.setdefault(number, _Block(use.stream, {}))  # memory of the host has no allocation
         if block.is_fresh:
             block.is_fresh = False
             for before in block.before.values():

@@ -91,6 +91,9 @@ QUICK = [
     Case("interleaved", stages_per_rank=2, layers=tied, also=clips, slow=1),
     Case("1f1b", replicas=2, layers=dropout),
     Case("interleaved", stages_per_rank=2, replicas=2, segments=2, also=accumulates),
+    Case("gpipe", sets=2, microbatches=6, offload="auto"),
+    Case("1f1b", sets=2, ranks=3, microbatches=8, layers=dropout, offload="always", slow=0),
+    Case("interleaved", sets=2, stages_per_rank=2, microbatches=6, offload="auto"),
 ]
 MORE = [
     *(
@@ -151,6 +154,34 @@ MORE = [
         for schedule in ("gpipe", "1f1b")
         for mode in MODES[1:]
         for layers in (in_place, frozen)
+    ),
+    *(
+        Case(schedule, mode, sets=2, ranks=ranks, microbatches=8, layers=layers, offload=offload, slow=slow)
+        for schedule, mode, ranks, slow in (
+            ("gpipe", "overlap", 3, None),
+            ("1f1b", "early", 2, 1),
+            ("zb-h1", "inline", 3, 0),
+            ("auto", "overlap", 3, 2),
+        )
+        for offload in ("auto", "always")
+        for layers in (dropout, batch_norm, frozen_below, bridges(chunks, HALF), in_place, handed_through)
+    ),
+    *(
+        Case(
+            "interleaved",
+            sets=2,
+            stages_per_rank=2,
+            microbatches=6,
+            layers=layers,
+            also=also,
+            offload="always",
+            saves=saves,
+        )
+        for layers, also, saves in (
+            (batch_norm, evaluates, False),
+            (tied, clips, True),
+            (frozen_below, accumulates, False),
+        )
     ),
 ]
 # In three places or more a small schedule keeps all sets, which the pipeline says: here it is meant.

@@ -144,7 +144,7 @@ class VirtualDevice:
     def host_memory(self, num_bytes: int) -> Tensor:
         with self.unrecorded():
             memory = torch.empty(num_bytes, dtype=torch.uint8)
-        self.blocks.put_on_host(memory)
+        self.blocks.pin(memory)
         return memory
 
     def copy(self, target: Tensor, source: Tensor) -> None:

@@ -17,6 +17,7 @@ Times are whole numbers, as in `polish.py`; what counts in the end is the simula
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import math
@@ -46,6 +47,7 @@ _MOST_PLACED = 2**16  # microbatches that `by_rule` places: a second or two
 _ATTEMPTS = 8  # that it makes at most
 _MOST_HINTED = 2**13  # microbatches that the rule places for one stage before the solver begins
 _ROUNDING = 1e-6
+_COARSE = 4  # parts of an F, in the coarser of two units
 _VARIANTS = 3  # of the last stage
 
 Bounds = tuple[list[int], list[int]]  # when each F must have ended, and when each gradient is there
@@ -70,14 +72,26 @@ def by_rule(problem: OrderProblem, seconds: float) -> Iterator[ListedOrder]:
     yield from _shorter(problem, seconds, unit, attempt, lambda: next(attempts) >= _ATTEMPTS)
 
 
-def by_solver(problem: OrderProblem, seconds: float, effort: Effort) -> Iterator[ListedOrder]:
-    """As `by_rule`, by constraint programming; the same ones on any machine if the effort is in steps."""
-    unit = unit_of(problem.costs, seconds)
-    solver = _Solver(replace(problem, costs=in_units(problem.costs, unit)), effort)
-    for share in _SHARES:
-        for order in _shorter(problem, seconds, unit, lambda step: solver.order(step, share), lambda: solver.is_over):  # noqa: B023
-            seconds = order.seconds
-            yield order
+def by_solver(
+    problem: OrderProblem, seconds: float, effort: Effort, step_of: Callable[[ListedOrder], float]
+) -> Iterator[ListedOrder]:
+    """As `by_rule`, by constraint programming; the same ones on any machine if the effort is in steps.
+
+    The first half of the effort goes to times in quarters of an F, where hops count nothing: in finer ones the solver finds less. `step_of`
+    simulates an order on the real times.
+    """
+    fine, coarse = unit_of(problem.costs, seconds), min(filter(None, problem.costs.forward), default=0.0) / _COARSE
+    units = (coarse, fine) if fine * _COARSE < coarse else (fine,)
+    part = replace(effort, seconds=effort.seconds / len(units), steps=effort.steps and effort.steps / len(units))
+    real = seconds
+    for unit in units:
+        costs = in_units(problem.costs, unit, nearest=unit > fine)
+        solver, best = _Solver(replace(problem, costs=costs), part), real
+        for share in _SHARES:
+            attempt = functools.partial(solver.order, share=share)
+            for order in _shorter(problem, best, unit, attempt, lambda: solver.is_over):  # noqa: B023
+                best, real = order.seconds, min(real, step_of(order))
+                yield order
 
 
 def _shorter(

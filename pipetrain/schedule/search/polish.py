@@ -92,11 +92,11 @@ def unit_of(costs: Costs, step_seconds: float) -> float:
     return step_seconds / _PARTS_OF_A_STEP
 
 
-def in_units(costs: Costs, unit: float) -> Costs:
-    """`costs` in whole units, rounded down."""
+def in_units(costs: Costs, unit: float, *, nearest: bool = False) -> Costs:
+    """`costs` in whole units, rounded down, or to the `nearest`."""
 
     def whole(times: Sequence[float]) -> tuple[float, ...]:
-        return tuple(float(math.floor(time / unit + 1e-6)) for time in times)
+        return tuple(float(math.floor(time / unit + (0.5 if nearest else 1e-6))) for time in times)
 
     input_gradient, weight_gradient = (whole(costs.of(kind)) for kind in PASS_SEQUENCES[Direction.BACKWARD][-1])
     names = ("forward", "backward", "recompute", "hop_forward", "hop_backward", "offload")

@@ -31,7 +31,7 @@ from pipetrain.schedule.recompute import order_of
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.search.by_stage import by_solver
-from pipetrain.schedule.search.list_order import Effort, climb
+from pipetrain.schedule.search.list_order import Effort, ListedOrder, climb
 from pipetrain.schedule.search.polish import can_polish, polish
 from pipetrain.schedule.simulate import simulate
 
@@ -123,7 +123,12 @@ def _best_with_copies(
     )
     rest = 1 - _SHARE_WITHOUT_COPIES
     left = replace(effort, seconds=effort.seconds * rest, steps=effort.steps and effort.steps * rest)
-    for order in by_solver(problem_of(spec, costs), found.seconds, left):
+
+    def step_of(order: ListedOrder) -> float:
+        sound = _sound(spec, lanes_of_ranks(spec, order))
+        return min((simulate(schedule, costs).step_seconds for schedule in sound), default=math.inf)
+
+    for order in by_solver(problem_of(spec, costs), found.seconds, left, step_of):
         better = _sound(spec, lanes_of_ranks(spec, order))
         found = _found(spec, costs, [found.schedule, *better], found.least_seconds)
     if cache is not None:

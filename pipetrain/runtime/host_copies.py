@@ -1,0 +1,255 @@
+"""Copies of sets between a rank's device and its host's memory: two lanes, down (OFFLOAD) and up (RELOAD), beside the compute lane.
+
+On a GPU a copy is launched on the stream of its lane, from and to pinned memory. On a CPU a thread per lane makes it, and waits
+itself for other copies. The rules of memory on a GPU, each without a wait of the host:
+
+    [1] the device's memory of a set is let go of when the compute stream comes after its OFFLOAD: what uses it next is allocated there
+    [2] a RELOAD fills a buffer that is free on the device (`Ring`), as a receive does
+    [3] a slab of the host is used again by an OFFLOAD that comes after the RELOAD that read it; `check` proves that there is one
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from pipetrain.comm.ahead import Moment, Ring
+from pipetrain.comm.device import Device
+from pipetrain.comm.failure import Monitor
+from pipetrain.comm.lanes import Lanes
+from pipetrain.runtime.program import ProgramEntry
+from pipetrain.schedule.kinds import COPY_LANES
+from pipetrain.schedule.op import Lane, Op
+from pipetrain.stage.host_set import HostSet
+from pipetrain.stage.meter import ActivationMeter
+
+Ended = Callable[[Op, Callable[[], None]], None]
+"""Is told of an op whose copies have ended, and what is left to do then on the thread that computes."""
+
+
+class HostPool:
+    """Host memory of one rank for offloaded sets: slabs of stages, one per set, used again and again. `most` is how many sets each stage may
+    have on the host at once, whatever the timing; its first set reserves as many slabs. `limit` is the most bytes of all of them."""
+
+    def __init__(self, device: Device, limit: int, most: Mapping[int, int]) -> None:
+        self._device, self._limit, self._most = device, limit, most
+        self._free: dict[int, list[tuple[Tensor, Moment]]] = {}  # of a stage; and after which RELOAD
+        self._num_taken = 0
+        self._lock = threading.Lock()  # a thread takes, another gives
+        self.num_bytes = 0
+
+    def _reserve(self, num_slabs: int, num_bytes: int) -> list[tuple[Tensor, Moment]]:
+        if self.num_bytes + num_slabs * num_bytes > self._limit:
+            raise ValueError(
+                f"recompute.host_bytes={self._limit}: {num_slabs} sets of {num_bytes} bytes may be in host memory at once, beside "
+                f"{self.num_bytes} bytes of other stages; allow {self.num_bytes + num_slabs * num_bytes} or more, or use "
+                "recompute.offload=none"
+            )
+        self.num_bytes += num_slabs * num_bytes
+        return [(self._device.host_memory(num_bytes), 0) for _ in range(num_slabs)]
+
+    def take(self, stage: int, num_bytes: int, may_use: Callable[[Moment], bool] = lambda _: True) -> Tensor:
+        """The smallest free slab of at least `num_bytes`, of those that `may_use` allows. If all are too small, a larger one takes the place of
+        one of them, which is freed first. For any thread.
+
+        Raises:
+            ValueError: the pool would exceed its limit.
+        """
+        with self._lock:
+            return self._take(stage, num_bytes, may_use)
+
+    def _take(self, stage: int, num_bytes: int, may_use: Callable[[Moment], bool]) -> Tensor:
+        if stage not in self._free:
+            self._free[stage] = self._reserve(self._most[stage], num_bytes)
+        free = self._free[stage]
+        usable = sorted((slab.nbytes, -at) for at, (slab, after) in enumerate(free) if may_use(after))
+        assert usable, f"stage {stage} has more sets in host memory than its schedule allows"
+        size, at = next((one for one in usable if one[0] >= num_bytes), usable[-1])
+        slab, _ = free.pop(-at)
+        if size < num_bytes:
+            del slab
+            self.num_bytes -= size
+            ((slab, _),) = self._reserve(1, num_bytes)
+        self._num_taken += 1
+        return slab
+
+    def give(self, stage: int, slab: Tensor, after: Moment = 0) -> None:
+        """`slab` may be used again by what comes after the RELOAD number `after`. For any thread."""
+        with self._lock:
+            self._free[stage].append((slab, after))
+            self._num_taken -= 1
+
+    def assert_nothing_is_held(self) -> None:
+        assert not self._num_taken, f"{self._num_taken} sets are left over in host memory"
+
+
+class HostCopies:
+    """Makes the copies of one rank, into `pool`. For the thread that computes. `ended` is called within `Monitor.done`."""
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        monitor: Monitor,
+        meter: ActivationMeter,
+        device: torch.device,
+        limit: int,
+        most: Mapping[int, int],
+        ended: Ended,
+    ) -> None:
+        """`limit` and `most` are those of `HostPool`."""
+        self._lanes, self._monitor, self._meter, self._ended = lanes, monitor, meter, ended
+        self.pool = HostPool(lanes.device, limit, most)
+        self._ring = None if lanes.ahead is None else Ring(lanes.ahead, Lane.RELOAD, device)
+        self._copiers = {} if lanes.ahead is not None else {lane: _Copier(lane) for lane in COPY_LANES}
+        self._made: set[Op] = set()  # in this step, by threads
+        self._progress = threading.Condition()
+        self._is_dropped = False
+
+    def start_step(self) -> None:
+        self._made.clear()
+
+    def offload(self, entry: ProgramEntry, host_set: HostSet) -> bool:
+        """Copy a set to host memory. Returns whether the op has ended for the host."""
+        op, lane, ahead = entry.op, entry.lane, self._lanes.ahead
+        if ahead is None:
+            return self._in_thread(entry, functools.partial(self._leave, op, host_set))
+        slab = self.pool.take(
+            op.stage, host_set.num_bytes, lambda after: ahead.comes_after(lane, after, Lane.RELOAD)
+        )  # [3]
+        with self._lanes.timed(lane, op):
+            held = host_set.leave(slab, self._lanes.device.copy)
+        ahead.hold(lane, op, held.clear)  # [1]
+        return True
+
+    def reload(self, entry: ProgramEntry, host_set: HostSet) -> bool:
+        """Copy a set back. Returns whether the op has ended for the host."""
+        op, lane, ahead = entry.op, entry.lane, self._lanes.ahead
+        if ahead is None:
+            return self._in_thread(entry, functools.partial(self._come_back, op, host_set))
+        assert self._ring is not None
+        with self._lanes.timed(lane, op):
+            slab = host_set.come_back(self._ring.memory, self._lanes.device.copy)  # [2]
+        self.pool.give(op.stage, slab, ahead.moment(lane))
+        return True
+
+    # On a CPU: in the threads of the lanes -----------------------------------------------------------------------------
+
+    def _leave(self, op: Op, host_set: HostSet) -> None:
+        held = host_set.leave(self.pool.take(op.stage, host_set.num_bytes), self._lanes.device.copy)
+        with self._meter.apart():
+            held.clear()
+
+    def _come_back(self, op: Op, host_set: HostSet) -> None:
+        copies: list[tuple[Tensor, Tensor]] = []
+        with self._meter.apart():
+            slab = host_set.come_back(_new_memory, lambda *pair: copies.append(pair))
+        for target, source in copies:
+            self._lanes.device.copy(target, source)
+        self.pool.give(op.stage, slab)
+
+    def _in_thread(self, entry: ProgramEntry, copy: Callable[[], None]) -> bool:
+        """Have the thread of the lane run `copy` when all copies that it waits for were made."""
+        op, awaited = entry.op, set(entry.waits_of_thread)
+
+        def job() -> None:
+            with self._progress:
+                self._progress.wait_for(lambda: self._is_dropped or awaited <= self._made)
+            if self._is_dropped:
+                return
+            start, land = time.perf_counter(), _nothing
+            try:
+                with torch.no_grad():
+                    copy()
+            except Exception as error:
+                land = functools.partial(_raise, error)
+            self._lanes.record(entry.lane, op, start, time.perf_counter())
+            if land is _nothing:
+                with self._progress:
+                    self._made.add(op)
+                    self._progress.notify_all()
+            self._monitor.done(functools.partial(self._ended, op, land))
+
+        self._copiers[entry.lane].submit(job)
+        return False
+
+    def drop(self) -> None:
+        """A step has failed: start no copy any more, and wait for those under way, which read and write its sets."""
+        with self._progress:
+            self._is_dropped = True
+            self._progress.notify_all()
+        for copier in self._copiers.values():
+            copier.close(self._monitor.timeout_seconds)
+
+    close = drop
+
+
+class _Copier:
+    """Runs the copies of one lane, one after the other, in a thread of its own."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"{lane} copies", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            del job  # it holds a set
+
+    def close(self, timeout_seconds: float) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._jobs.get_nowait()
+        self._jobs.put(None)
+        self._thread.join(timeout_seconds)
+
+
+def default_limit() -> int:
+    """A third of the host memory that is free now, shared by the ranks of this machine."""
+    return _meminfo("MemAvailable") // 3 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def checked_limit(limit: int | None) -> int:
+    """The bytes of host memory that a rank may use.
+
+    Raises:
+        ValueError: this machine has less memory.
+    """
+    if limit is None:
+        return default_limit()
+    if limit > (total := _meminfo("MemTotal")):
+        raise ValueError(
+            f"recompute.host_bytes={limit}: this machine has {total} bytes of memory; use fewer, or leave recompute.host_bytes out (a third "
+            "of what is free, for all ranks of the machine)"
+        )
+    return limit
+
+
+def _meminfo(key: str) -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def _new_memory(num_bytes: int) -> UntypedStorage:
+    return torch.empty(num_bytes, dtype=torch.uint8).untyped_storage()
+
+
+def _nothing() -> None:
+    """What is left to do at the end of a copy that was made."""
+
+
+def _raise(error: Any) -> NoReturn:
+    raise error

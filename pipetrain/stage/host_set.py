@@ -1,0 +1,134 @@
+"""The set of one microbatch that goes to host memory after F and comes back before B.
+
+    F        fills the slots, as for a kept set
+    OFFLOAD  has each storage copied once into the host's memory, and empties its slots
+    RELOAD   has it copied into new memory, and fills the same slots with the same views of it
+    B        reads the slots, as ever
+
+The copies may end later: whoever asked for them holds what they read until then, and lets B wait for those of RELOAD.
+
+What stays on the device: parameters and their casts, tensors without plain bytes (sparse, nested, quantized, subclasses),
+storages below 64 KiB, whose copies would cost more than their memory is worth, and those of which others hold the rest, such as
+the whole batch of which a microbatch is a slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from pipetrain.stage.errors import saved_changed
+from pipetrain.stage.meter import ActivationMeter, CountedBytes
+from pipetrain.stage.slots import LateBoundSet, Slot
+from pipetrain.stage.tensor_copies import SMALL_BYTES, is_dense
+
+Copy = Callable[[Tensor, Tensor], None]  # (target, source), both bytes
+Allocate = Callable[[int], UntypedStorage]
+
+LEAST_BYTES = SMALL_BYTES  # of a storage that is copied
+_ALIGNMENT = 64  # bytes; of a storage's beginning in the host's memory: whatever its dtype, and a cache line
+
+
+class _View(NamedTuple):
+    """How a slot saw its storage: the same tensor can be made of a copy."""
+
+    slot: Slot
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @property
+    def tensor(self) -> Tensor:
+        assert self.slot.tensor is not None
+        return self.slot.tensor
+
+    def of(self, memory: UntypedStorage, device: torch.device) -> Tensor:
+        return torch.empty(0, dtype=self.dtype, device=device).set_(memory, self.offset, self.shape, self.stride)
+
+
+class HostSet:
+    """The storages of a set that are copied. `num_bytes` of the host's memory hold them, one after the other."""
+
+    def __init__(
+        self, late: LateBoundSet, meter: ActivationMeter, device: torch.device, staying: Set[int] = frozenset()
+    ) -> None:
+        """`late` has the filled slots; `staying` are storages that stay on the device."""
+        self._late, self._meter, self._device = late, meter, device
+        self._memory: Tensor | None = None  # on the host
+        views: dict[int, list[_View]] = {}
+        for slot in late.slots:
+            tensor = slot.tensor
+            if tensor is None:
+                continue
+            key = slot.storage()
+            if not _has_plain_bytes(tensor) or meter.is_left_out(key):
+                staying |= {key}
+                continue
+            view = _View(slot, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+            views.setdefault(key, []).append(view)
+        self._views = [of_storage for key, of_storage in views.items() if key not in staying]
+        self._sizes = [of_storage[0].tensor.untyped_storage().nbytes() for of_storage in self._views]
+        self._starts = [0]
+        for size in self._sizes:
+            self._starts.append(self._starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._starts[-1]
+
+    def leave(self, memory: Tensor, copy: Copy) -> list[Any]:
+        """OFFLOAD: asks for the copies into `memory` (uint8, on the host), and empties the slots.
+
+        Returns what the caller holds until the copies have ended: it counts in the meter as long.
+
+        Raises:
+            SavedTensorChanged: a tensor was changed in place since F saved it.
+        """
+        held: list[Any] = []
+        self._memory = memory
+        for of_storage, start, size in zip(self._views, self._starts, self._sizes):
+            for view in of_storage:
+                if view.tensor._version != view.slot.version:
+                    where = self._late.name_of_slot(view.slot)
+                    raise saved_changed(where, view.shape, "before it was copied to host memory")
+            copy(memory[start : start + size], _bytes_of(of_storage[0].tensor.untyped_storage(), self._device))
+            for view in of_storage:
+                held += (view.tensor, view.slot.counted)
+                view.slot.tensor = view.slot.counted = None
+        return held
+
+    def come_back(self, allocate: Allocate, copy: Copy) -> Tensor:
+        """RELOAD: asks for the copies into memory that `allocate` gives for a number of bytes, and fills the slots with views of it.
+
+        Returns the memory of the host, which may be used again when the copies have ended.
+        """
+        assert self._memory is not None
+        memory, self._memory = self._memory, None
+        for of_storage, start, size in zip(self._views, self._starts, self._sizes):
+            storage = allocate(size)
+            copy(_bytes_of(storage, self._device)[:size], memory[start : start + size])
+            for view in of_storage:
+                tensor = view.of(storage, self._device)
+                view.slot.fill(tensor)
+                view.slot.counted = CountedBytes(self._meter, 0, (tensor,))
+        self._views = []
+        self._late.slots.clear()  # the graph owns them; each goes with its node
+        return memory
+
+
+def _has_plain_bytes(tensor: Tensor) -> bool:
+    """Whether the bytes of a tensor's storage, and its strides, are all of it."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and is_dense(tensor)
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and tensor.untyped_storage().nbytes() >= LEAST_BYTES
+    )
+
+
+def _bytes_of(storage: UntypedStorage, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
