@@ -54,6 +54,7 @@ class RunReport:
     set_bytes: PerRank = ()  # of one microbatch, the most of any stage of the rank; where nobody tells none
     input_bytes: PerRank = ()  # likewise, the stage's input that waits for R
     kept_bytes: PerRank = ()  # likewise, outputs that are kept for R (recompute.selective)
+    host_bytes: PerRank = ()  # of the host's memory, reserved for offloaded sets (recompute.offload)
     deferred_share: PerRank = ()  # of the last step's seconds of backward, those of W; none where that is not known
     perplexity: float | None = None  # e to the loss of the last step
     heldout_perplexity: float | None = None
@@ -113,6 +114,7 @@ _WORDS = {
     "without recomputation": "what the rank would hold at most if all sets were kept.",
     "set of a microbatch": "bytes of activations that a backward needs; of several stages the largest.",
     "its input": "bytes of the stage's input, from F to R.",
+    "sets in host memory": "bytes of the host that are reserved for copied sets (recompute.offload).",
     "its outputs": "bytes of outputs that stay from F to B although R runs.",
     "phase": "number of the phase, from 0.",
     "steps": "its first and last step.",
@@ -258,6 +260,7 @@ def _rank_totals(report: RunReport) -> Table:
         *([("set of a microbatch", *map(size, report.set_bytes))] if report.set_bytes else []),
         *([("its input, held for R", *map(size, report.input_bytes))] if report.input_bytes else []),
         *([("its outputs kept for R", *map(size, report.kept_bytes))] if any(report.kept_bytes) else []),
+        *([("sets in host memory", *map(size, report.host_bytes))] if any(report.host_bytes) else []),
     ]
     head = ("", *(f"rank {rank}" for rank in range(len(report.peak_activation_bytes))))
     return Table(head, rows, words=words_of(name for name, *_ in rows))
@@ -313,6 +316,9 @@ def with_bytes(costs: Costs, last: Report) -> Costs:
     )
 
 
+_HELD = ("set_bytes", "input_bytes", "kept_bytes", "host_bytes")
+
+
 def make_report(
     schedule: Schedule,
     metrics: Sequence[StepMetrics],
@@ -332,7 +338,7 @@ def make_report(
     compared = [step for step in metrics if step.step >= first_step - 1 + FIRST_COMPARED_STEP]
     settled = compared or metrics
 
-    held: dict[str, Any] = {name: getattr(last.ops, name, ()) for name in ("set_bytes", "input_bytes", "kept_bytes")}
+    held: dict[str, Any] = {name: getattr(last.ops, name, ()) for name in _HELD}
 
     def median(name: str) -> float | None:
         return _median(getattr(step, name) for step in settled)

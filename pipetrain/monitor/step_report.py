@@ -18,6 +18,7 @@ from pipetrain.schedule.schedule import Schedule
 _BYTES = (
     *("peak_activation_bytes", "peak_activation_bytes_never", "peak_memory_bytes", "peak_reserved_bytes"),
     *("communicator_bytes", "peak_stage_bytes", "set_bytes", "input_bytes", "kept_bytes", "limit_bytes"),
+    "host_bytes",
 )
 
 
@@ -47,6 +48,7 @@ class RankReport:
     set_bytes: int = 0
     input_bytes: int = 0
     kept_bytes: int = 0
+    host_bytes: int = 0  # of the host's memory, reserved for offloaded sets
     limit_bytes: int | None = None  # what the device has; None: it does not tell
     replica: int = 0
     place: int | None = None
@@ -90,6 +92,7 @@ class Report:
     set_bytes: tuple[int, ...] = ()  # of one microbatch, the most of any stage of the rank
     input_bytes: tuple[int, ...] = ()
     kept_bytes: tuple[int, ...] = ()
+    host_bytes: tuple[int, ...] = ()
     limit_bytes: tuple[int | None, ...] = ()  # what the rank's device has
 
     @property

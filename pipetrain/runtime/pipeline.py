@@ -292,6 +292,8 @@ class Pipeline(StageWeights):
         # The report must not hold `step`: that would keep the batch until the next step has ended.
         recording, stages, meter = self._lanes.recording(), self._stages, self._parts.meter
         peak, peak_of_stages, index = meter.peak_bytes, meter.peak_stage_bytes, step.index
+        copies = self._runner.executor.copies
+        host_bytes = 0 if copies is None else copies.pool.num_bytes
         self._last_report = lambda: measure_rank(
             recording,
             self._clock,
@@ -304,6 +306,7 @@ class Pipeline(StageWeights):
             communicator_bytes=self._runner.communicator_bytes,
             peak_activation_bytes=peak,
             peak_stage_bytes=peak_of_stages,
+            host_bytes=host_bytes,
         )
         self.step_index += 1
         self._unseen += [recording] if self._on_event is not None else []
