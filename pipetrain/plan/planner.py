@@ -46,7 +46,7 @@ _OF_ONE = 0.1  # at most for one named family
 _OF_MAKING, _OF_SPLITTING, _OF_KEEPING, _OF_LEAVING = 12, 30, 70, 3
 _DEEP = 5  # layers of the frontier
 _SEARCHED, _MOST_SEARCHED = 6, 512  # of the frontier, from the fastest to the smallest; stages x microbatches
-_RULES, _STEPS = 60, 1.0  # of one search
+_RULES, _STEPS, _MOST_POLISHED = 60, 1.0, 128  # of one search; CP-SAT needs minutes for more stages x microbatches
 _SAME = 1 + 1e-9
 
 
@@ -93,7 +93,9 @@ class PricedPlan:
             write_order(cache, spec, costs, CachedOrder(order_of(self.schedule), 0.0, 0.0))
         if seconds == 0:
             return
-        found = best_schedule(spec, costs, Effort(seconds, rules=_RULES, steps=_STEPS), cache).schedule
+        is_small = self.choice.num_stages * self.choice.num_microbatches <= _MOST_POLISHED
+        effort = Effort(seconds, rules=_RULES, steps=_STEPS if is_small else 0.0)
+        found = best_schedule(spec, costs, effort, cache).schedule
         if (timeline := simulate(found, costs)).step_seconds < self.step_seconds:
             self.schedule, self.timeline, self.step_seconds = found, timeline, timeline.step_seconds
 

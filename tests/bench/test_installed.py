@@ -46,7 +46,7 @@ def needed() -> set[Path]:
 
 
 def test_what_readme_types_is_installed_and_nothing_else() -> None:
-    assert set(command.NAMES) >= FIGURES >= {"overlap", "cost", "links"}
+    assert set(command.NAMES) >= FIGURES >= {"overlap", "cost", "links", "sets"}
     assert installed() == needed()
 
 

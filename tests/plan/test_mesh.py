@@ -267,7 +267,7 @@ def test_tokens_of_bytes_are_as_many_as_the_tokenizer_has() -> None:
 
 def test_what_the_readme_says_to_type_of_replicas(capsys: pytest.CaptureFixture[str]) -> None:
     readme = (pathlib.Path(__file__).resolve().parents[2] / "README.md").read_text()
-    (row,) = [line for line in readme.splitlines() if line.startswith("| replicas |")]
+    (row,) = [line for line in readme.splitlines() if line.startswith("| [replicas]")]
     train, show = [command.split() for command in re.findall(r"`(pipetrain [^`]*)`", row)]
     config = load_config(train[2:])
     check_run(config)

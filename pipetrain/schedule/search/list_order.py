@@ -116,7 +116,8 @@ class ListRule:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to search: seconds of the clock; or, for the same result on any machine, `rules` tried by `climb` and CP-SAT's `steps`."""
+    """How long to search: seconds of the clock; or, for the same result on any machine, `rules` tried by `climb` and CP-SAT's `steps` (0: it is
+    not asked)."""
 
     seconds: float
     rules: int | None = None

@@ -91,7 +91,7 @@ def best_schedule(
         f"searching for an order for pipeline.schedule=auto, for {effort.seconds:g} s at most (pipeline.search_seconds)"
     )
     problem, start = problem_of(spec, costs), found
-    polishes = _polishes(spec)
+    polishes = _polishes(spec) and effort.steps != 0
     first = replace(effort, seconds=effort.seconds * _SHARE_OF_CLIMB) if polishes else effort
     climbed = climb(problem, first, start.least_seconds)
     found = _found(spec, costs, [start.schedule, *_sound(spec, lanes_of_ranks(spec, climbed))], start.least_seconds)
