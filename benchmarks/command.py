@@ -28,6 +28,7 @@ NAMES = {
     "scaling": "what ranks hold and send with replicas, ZeRO, parts: computed and counted",
     "memory": "activation bytes per rank, and time against memory",
     "sets": "time against sets: orders for a few places beside torch without recomputation",
+    "ways": "keep, recompute, offload: the simulated step over sets on the device",
     "segments": "stages recomputed in parts: time, and bytes as the square root of the layers",
     "trade": "time against bytes: whole sets, segments, selective recomputation of a transformer",
     "balance": "layers per stage balanced with R counted, compared with equal numbers",

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from left_over import OTHERS
+from mutants.table import MUTANTS
 from shares import in_turn
 
 TESTS = pathlib.Path(__file__).parent
@@ -130,3 +131,12 @@ def pytest_in(folder: pathlib.Path, *words: str, **variables: str) -> str:
         cwd=folder, env={**around, "PYTHONPATH": str(TESTS), "TMPDIR": str(folder), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **variables}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     return done.stdout
+
+
+def test_each_mutant_finds_its_line_and_compiles() -> None:
+    """Else it is found out when its turn comes in CI, eight commits later."""
+    for mutant in MUTANTS:
+        text = (TESTS.parent / mutant.file).read_text()
+        assert text.count(mutant.old) == 1, mutant.name
+        if mutant.file.endswith(".py"):
+            compile(text.replace(mutant.old, mutant.new), mutant.name, "exec")

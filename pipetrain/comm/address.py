@@ -75,7 +75,7 @@ def listener_at(host: str, port: int) -> socket.socket | None:
 def interface_to(host: str) -> tuple[str, str] | None:
     """The network interface of this machine by which it reaches `host` over IPv4, and its address there.
 
-    None where there is none, and where the name of another machine or of this one leads to the loopback: elsewhere it does not.
+    None where there is none, and where the name of a machine leads to the loopback, which no other machine reaches.
     """
     try:
         own = _probed(host)
@@ -101,7 +101,7 @@ def _interface_of(address: str) -> str | None:
 
 
 def check_a_port_is_free() -> None:
-    """Whether this machine has a port left for ranks to meet at.
+    """Checks that this machine has a port left for the ranks.
 
     Raises:
         ValueError: all are taken.

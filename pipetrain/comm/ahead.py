@@ -1,7 +1,7 @@
-"""What comes after what on a device on which the host runs ahead, and memory that waits for it.
+"""The order of what runs on a device whose host runs ahead, and memory that waits for it.
 
-The host frees memory, and uses it again, long before the device has read it. That is safe where what comes next on the
-device comes after who read it, and the waits that the schedule has anyway say so: they are followed here by vector clocks
+The host frees memory, and uses it again, long before the device has read it. That is safe if its next use on the device
+comes after all reads of it. The waits that the schedule has anyway say so; vector clocks follow them here
 (Fidge, "Timestamps in message-passing systems that preserve the partial ordering", 1988), a count of ops per stream.
 
 Two things ask for it. What was sent was allocated on the compute stream, and is let go of when that stream comes after the

@@ -29,7 +29,7 @@ HandOn = Callable[[bytes | None], bytes]
 _FRAME_BYTES = 1024
 _HEAD = struct.Struct("<QH")  # bytes of data, bytes of the label
 _TAG = 0
-# A rank that runs ahead of its neighbour waits then, and does not pile up messages.
+# With so many messages unsent, a rank waits for its neighbour.
 _MOST_UNSENT = 4
 
 
@@ -37,7 +37,7 @@ class Chain:
     """Ranks in order: those of one replica, or those that stand at one place of each. Every method is collective: all of them call it, in the
     same order, as the same `what`. They count from 0 on the chain, and `ranks` says who they are in messages; None: the same.
 
-    Two of them carry messages, `down` from rank 0 to the last and `up` from the last to rank 0; the others are made of these.
+    Two methods carry messages, `down` from rank 0 to the last and `up` from the last to rank 0; the others use these.
 
         down   rank 0 ---> rank 1 ---> rank 2       each rank hands on `hand_on(received)`;
         up     rank 0 <--- rank 1 <--- rank 2       where it begins, nothing was received (None)
@@ -90,7 +90,7 @@ class Chain:
         return value
 
     def bring(self, value: bytes | None, what: str) -> bytes:
-        """To rank 0 the value of the one rank that gives one, the others give None. Elsewhere it returns what was handed on."""
+        """Brings rank 0 the value of the one rank that gives one, not None. Elsewhere it returns what was handed on."""
         return self.up(lambda received: (received or b"") if value is None else value, what)
 
     def concatenate(self, own: bytes, what: str) -> list[bytes]:
@@ -106,7 +106,7 @@ class Chain:
         return _unbundle(parts) if self.rank == 0 else None
 
     def wait_sent(self, what: str) -> None:
-        """Wait until the neighbours have taken what this rank sent: then it may end, and they still know.
+        """Wait until the neighbours have taken what this rank sent: then it may end, and nothing is lost.
 
         Raises:
             PipelineError: one of them is gone, or did not take it.
@@ -282,7 +282,7 @@ def _bundle(parts: list[bytes]) -> bytes:
 
 
 def _unbundle(data: bytes | None) -> list[bytes]:
-    """The other way round; of None, none."""
+    """The bundled parts; of None, none."""
     if data is None:
         return []
     (count,) = struct.unpack_from("<Q", data)

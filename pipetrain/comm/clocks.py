@@ -31,7 +31,8 @@ def align_clocks(chain: Chain, replicas: Chain | None = None) -> Clock:
 
 
 def _align(chain: Chain, of_first: Clock) -> Clock:
-    """How this rank's clock differs from that which the first of the chain differs from by `of_first`: from neighbour to neighbour, by the quickest of some round trips (Cristian
+    """How this rank's clock differs from the reference, as the first of the chain does by `of_first`: from one
+    to the next, by the quickest of some round trips (Cristian
     1989, *Probabilistic clock synchronization*, section 4; four times per trip as in Mills 1991, *Internet time
     synchronization*, section 3).
 
@@ -51,7 +52,7 @@ def _align(chain: Chain, of_first: Clock) -> Clock:
                 away, there = passed_down - passed_up, before_down - before_up
                 trips.append(((away - there) / 2, (before_up + before_down - passed_up - passed_down) / 2))
                 doubt, ahead = min(trips)
-                # Ranks of one machine share their clock: there the round trip is all that is seen, and it is no difference.
+                # Ranks of one machine share their clock: a difference below the error of the round trip counts as none.
                 clock = Clock(offset + (ahead if abs(ahead) > doubt else 0.0), error + doubt)
             return _STAMPS.pack(passed_up, passed_down, clock.offset_seconds, clock.error_seconds)
 

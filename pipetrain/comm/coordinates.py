@@ -55,7 +55,7 @@ class Grid:
         return Coordinates(replica, stage, tensor)
 
     def rank_of(self, place: Coordinates) -> int:
-        """The other way round."""
+        """The rank at `place`."""
         if self.order == STAGE_REPLICA:
             return (place.stage * self.replica + place.replica) * self.tensor + place.tensor
         return (place.replica * self.stage + place.stage) * self.tensor + place.tensor

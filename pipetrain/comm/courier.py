@@ -1,6 +1,6 @@
 """Communicators over gloo, for messages of the host, and a thread that waits for them, so that the thread that computes need not.
 
-Of two ranks: the chain and the stage edges on a CPU. Of several in a ring: those that add up.
+Two ranks: the chain and the stage edges on a CPU. Several, in a ring: sums of gradients.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Transfer = Callable[[], Work | None]
 class Courier:
     """Runs jobs one after the other in a thread of its own. A job transfers, and returns what publishes its result.
 
-    `peer` is what the other rank is called, or says so when it is asked.
+    `peer` is what the other rank is called, or a function that says it.
     """
 
     def __init__(self, name: str, peer: str | Callable[[], str], monitor: Monitor) -> None:
@@ -56,7 +56,7 @@ class Courier:
     def begun(self, transfer: Transfer) -> Transfer:
         """`transfer`, for the job that is submitted next; begun at once if all before it have ended, so that their order stays.
 
-        The message then leaves before this courier's thread has woken, which takes longer than a short one is on its way.
+        The message then leaves before this courier's thread has woken: waking takes longer than a short message.
         """
         if self._num_given != self._num_ended:
             return transfer
@@ -115,7 +115,7 @@ def make_pair(store: Store, name: str, place: int, peer: str, monitor: Monitor) 
 
 
 def make_ring(store: Store, name: str, place: int, num_ranks: int, peer: str, monitor: Monitor) -> Pair:
-    """A communicator of `num_ranks` ranks, which add up: each connects to those before and after it alone. `name` is unique and the same on
+    """A communicator of `num_ranks` ranks for sums: each connects to those before and after it alone. `name` is unique and the same on
     all; `place` counts from 0; `peer` says who the others are.
 
     Raises:
@@ -132,7 +132,7 @@ def make_ring(store: Store, name: str, place: int, num_ranks: int, peer: str, mo
 
 
 def _connected(store: Store, name: str, place: int, num_ranks: int, timeout: timedelta) -> Pair:
-    """A group whose members have come, and at whose port nobody else can. It opens when all are there: a port that waits is found."""
+    """A group whose members have come. Its port opens only when all are there, and closes then, so no stranger finds it."""
     store = PrefixStore(name, store)
     store.set(f"here/{place}", "")
     store.wait([f"here/{other}" for other in range(num_ranks)], timeout)

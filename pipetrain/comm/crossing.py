@@ -1,4 +1,4 @@
-"""What may cross the cut between two stages: dense tensors and plain values, named where they are not; and who shares memory."""
+"""What may go from stage to stage: dense tensors and plain values; errors name all else. And which tensors share memory."""
 
 from __future__ import annotations
 

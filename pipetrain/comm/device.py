@@ -72,7 +72,7 @@ class CpuDevice:
         return _HERE
 
     def record(self, stream: Stream, again: Event | None = None) -> Event:  # noqa: ARG002
-        """The end of what `stream` was given; in the event `again`, for which nobody asks any more, where there is one."""
+        """The end of what `stream` was given, as an event; `again` is an old one to use again."""
         return time.perf_counter()
 
     def wait(self, stream: Stream, event: Event) -> None:
@@ -82,8 +82,8 @@ class CpuDevice:
         """What `stream` gets from now on comes after all that `other` was given so far."""
 
     def lent(self, tensor: Tensor) -> Tensor:
-        """The memory of `tensor` for a library that would have it kept until its own streams have passed: whoever lends it
-        holds it long enough, and the allocator is not told."""
+        """The memory of `tensor` for a library that would call `record_stream` on it: whoever lends it holds it long enough, and the
+        allocator is not told."""
         return tensor
 
     def finish(self, stream: Stream) -> None:
@@ -127,7 +127,7 @@ class CudaDevice(CpuDevice):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # torch hands out 32 streams of a priority in turn, and then the first again: of these somebody holds.
+        # torch hands out 32 streams of a priority in turn, then the first again: these are held by somebody.
         self._taken: MutableMapping[int, torch.cuda.Stream] = WeakValueDictionary()
         self._clock: AnchoredClock | None = None
 

@@ -22,7 +22,7 @@ _TRIES = 5
 # An idle stream answers within microseconds. One that shares a queue of the hardware with a busy one may not.
 _PATIENCE_SECONDS = 1e-3
 _REFRESH_SECONDS = 10.0
-# How fast the clock of a device may run away from the host's: quartz is good for a hundredth of this part.
+# How fast the clock of a device may run away from the host's: quartz drifts a hundredth of this.
 _DRIFT = 1e-4
 
 

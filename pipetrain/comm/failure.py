@@ -135,7 +135,7 @@ class Monitor:
 
     `failure` is why the pipeline cannot go on, once it cannot; `on_failure` is called then, on any thread, and breaks off what
     any thread waits in. `named` says what a rank is called in messages; `name` is this one's.
-    `doing` is what the computing thread is in, for who looks after it; `is_waiting`, whether that is a wait in here.
+    `doing` is the op that the computing thread is in, for the watchdog; `is_waiting`, whether it waits in here.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Monitor:
 
     def unmet(self, name: str, peer: str, error: RuntimeError) -> PipelineError:
         """Why the connection `name` was not made: the first failure of the pipeline, as everywhere. A rank may die while others still
-        connect; who then loses the store can name its holder alone."""
+        connect; who then loses the store can only name its holder."""
         if isinstance(error, DistNetworkError):
             holder = "torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) else self.named(0)
             self.lost(f"the store of the ranks, which {holder} or its launcher holds, for {name}", holder, error)
@@ -272,7 +272,7 @@ class Watchdog:
     without a time-out for a message of a rank that is gone. What ends that is to break the connections, from another thread.
 
     That thread fails the pipeline on this rank when another rank has failed, or when this rank has been in one op
-    (`monitor.doing`) for longer than `monitor.timeout_seconds`. What the computing thread waits for in `monitor` it sees to itself."""
+    (`monitor.doing`) for longer than `monitor.timeout_seconds`. Waits in `monitor` have their own time-out."""
 
     def __init__(self, monitor: Monitor, look_seconds: float = _POLL_SECONDS) -> None:
         self._monitor = monitor

@@ -22,7 +22,7 @@ from pipetrain.schedule.op import Lane, Op
 
 _TAG = 0
 _SHORT_BYTES = 1 << 16
-# Who has lost one of two others breaks the connection to find out which; whoever sees that must let the first say so.
+# A rank that lost a neighbour breaks its connections to see which one; others wait a bit, so that it says so first.
 _SETTLE_SECONDS = 0.5
 _PATIENCE_SECONDS = 0.05
 
@@ -84,7 +84,7 @@ class GlooEnd:
     ) -> None:
         """`ready` is called on the courier's thread before the tensors are read, and returns when they may be."""
         called = time.perf_counter()
-        # Bytes alone; of what takes longer to copy than to wake a thread, the computing thread does nothing.
+        # Few bytes alone: to copy more would keep the computing thread longer than to wake another.
         is_short = form is None and ready is None and sum(tensor.nbytes for tensor in tensors) <= _SHORT_BYTES
         short = self._courier.begun(self._transfer(*tensors or [_word()])) if is_short and len(tensors) <= 1 else None
 
@@ -113,7 +113,7 @@ class GlooEnd:
 
 
 class _Reduces:
-    """The thread on which a rank adds up: one, so that it ends in the order of the lane. `lost` is who was lost there."""
+    """The one thread on which a rank sums gradients, so that sums end in the lane's order. `lost` is who was lost."""
 
     def __init__(self, monitor: Monitor) -> None:
         self.lost = "another rank"

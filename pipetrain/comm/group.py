@@ -40,8 +40,8 @@ class Group:
     """One rank among `size`, which agree over chains from neighbour to neighbour, wait with a time-out, and fail together.
 
     `store` is this group's part of the store at which the ranks meet, None for a rank alone; `coordinates` are the rank's in the
-    `grid`. `chain` are the ranks of its replica, `replicas` those at its place in each replica, `everyone` all. `mesh` is the user's of
-    the grid, `members` are the ranks of torch.distributed, which ends with the group where that `owns_process_group`.
+    `grid`. `chain` are the ranks of its replica, `replicas` those at its place in each replica, `everyone` all. `mesh` is the user's
+    mesh, `members` are the ranks of torch.distributed, which ends with the group if that `owns_process_group`.
 
     As a context manager it closes at the end of the block; after an error in the block it sends that to the other ranks instead.
 
@@ -178,8 +178,9 @@ def join_group(
     """A new group of the ranks of `process_group`, of torch.distributed, of torchrun's variables, or of this one alone.
 
     They make `num_replicas` replicas, in an `order` of `coordinates.ORDERS`; or they are those of a `mesh` of torch.distributed with
-    the dimensions `replica` and `stage`, which then says both. Collective over these ranks. torch.distributed is started from torchrun's variables where nobody has; without them only if
-    it `starts_alone`, for who uses it beside the group, and `uses_torch` says whether somebody does. `device`, `shares_gpus`: see `choose_device`.
+    the dimensions `replica` and `stage`, which then says both. Collective over these ranks. torch.distributed is started from torchrun's
+    variables if nobody has; without them only if
+    it `starts_alone`, for a caller that needs it, and `uses_torch` says whether somebody does. `device`, `shares_gpus`: see `choose_device`.
 
     Raises:
         ValueError: this process is not in `process_group`, or the ranks make no such replicas; they have different versions of what
@@ -212,7 +213,7 @@ def join_group(
 
 def _fitting(mesh: DeviceMesh, process_group: Any, num_replicas: int) -> DeviceMesh:
     """Raises:
-    ValueError: what is said beside the mesh is not what it says.
+    ValueError: an argument contradicts the mesh.
     """
     replicas = grid_of_mesh(mesh).replica
     if num_replicas not in (1, replicas):

@@ -42,10 +42,10 @@ def choose_device(device: torch.device | str | None, *, shares_gpus: bool = Fals
 
 
 def set_variables_of_gpus() -> None:
-    """What CUDA and NCCL read when they start, unless the user has said otherwise.
+    """Sets what CUDA and NCCL read when they start, unless the user has set it.
 
-    As many hardware queues as there can be. And a device's transfers in the order in which its host launches them, whichever
-    communicator they belong to (NCCL 2.26 and later): the order that the schedule is proved in.
+    As many hardware queues as there can be; and transfers in the order in which the host launches them, over all
+    communicators (NCCL 2.26 and later): the order that the schedule is proved in.
     """
     os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ def set_variables_of_gpus() -> None:
 
 
 def _check_hardware_queues() -> None:
-    """Streams that share a hardware queue wait for each other: nothing hangs for that, and little runs beside anything."""
+    """Streams that share a hardware queue wait for each other: nothing hangs, but little runs at the same time."""
     given = os.environ.get(_QUEUES)
     if given is None:
         warnings.warn(

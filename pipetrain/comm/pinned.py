@@ -136,7 +136,7 @@ class _Slot:
 
 
 class _SendingSlots:
-    """As many as there were messages at once that had not left; `free` are those that have."""
+    """As many slots as messages were unsent at a time; `free`: their messages have left."""
 
     def __init__(self, device: Device, monitor: Monitor) -> None:
         self.free: deque[_Slot] = deque()
@@ -144,7 +144,7 @@ class _SendingSlots:
         self._monitor = monitor
 
     def fill(self, tensors: Sequence[Tensor]) -> tuple[_Slot, list[Tensor], Callable[[], None]]:
-        """A slot with copies of `tensors`, these, and what a courier waits in until they are there."""
+        """A slot with copies of `tensors`, the copies, and what a courier calls to wait for them."""
         slot = self.free.popleft() if self.free else _Slot(self._device)
         in_slot = slot.like(tensors)
         for target, tensor in zip(in_slot, tensors):
@@ -163,7 +163,7 @@ class _ReceivingSlot(_Slot):
         self._read: Event | None = None
 
     def tensors(self, form: Form) -> list[Tensor]:
-        """What a message of this form is received into. Waits until it may be: so on the thread of a courier."""
+        """Buffers for a message of this form. Waits until the slot is free: so on the thread of a courier."""
         _wait(self._is_free, self._monitor)
         return self.like([leaf.empty(_META) for leaf in form.tensors])
 

@@ -28,7 +28,7 @@ from pipetrain.stage.meter import ActivationMeter
 _MOST_NAMED = 8  # ranks, in a message
 AUTO = "auto"  # gloo on a CPU, NCCL on GPUs
 GLOO, NCCL, PINNED = "gloo", "nccl", "pinned"
-PER_EDGE = "edge"  # what there is a communicator of NCCL for, in each direction; or "pair"
+PER_EDGE = "edge"  # NCCL has a communicator per edge and direction; else per "pair"
 
 
 class Transport:
@@ -126,7 +126,7 @@ class Transport:
         return " or ".join([*others[:_MOST_NAMED], *rest])
 
     def start_step(self, forms: dict[Op, Form], *, described: tuple[bool, bool]) -> None:
-        """`forms` are those of this kind of step: filled where `described` (over edges before, after), read elsewhere."""
+        """`forms` of this kind of step: written where `described` (edges before, after the stage), else read."""
         self.assert_nothing_is_held()
         self._forms, self._described = forms, described
 
@@ -231,7 +231,7 @@ class Transport:
         end.send(op, told, tensors, left)
 
     def reduce(self, op: Op, tensors: list[Tensor], settle: Callable[[], None]) -> None:
-        """Make each of `tensors` the sum of what all ranks have that add up `op`, then `settle()`. Who gives them holds them until the step ends."""
+        """Make each of `tensors` the sum over all ranks that take part in `op`, then `settle()`. The caller holds them until the step ends."""
         self._reducing.add(op)
 
         def ended(land: Callable[[], None] = _nothing, /) -> None:
@@ -241,7 +241,7 @@ class Transport:
         self._reducers[op.stage, op.peer].reduce(op, tensors, settle, ended)
 
     def describe(self, op: Op) -> str:
-        """What a rank says that waits for a transfer; nothing of another op."""
+        """What a rank that waits for `op` says; empty if it is no transfer."""
         end, word = self._end_of(op), {Lane.RECV: "from", Lane.SEND: "to"}.get(op.kind.row.lane, "for")
         return f"{self._named(self._rank)} waits in {op} {word} {end.peer}" if end is not None else ""
 

@@ -26,7 +26,7 @@ _PACKAGE = __name__.partition(".")[0]
 _SAME = "the same"
 # Ranks that have not come, by number, in the message of those that wait for them.
 _MOST_NAMED = 8
-# How long a rank that leaves stays for those that have not read why: they have all come, and an answer is all they need.
+# How long a failed rank stays until the others have read why: all have come, and need only read it.
 _STAYS = timedelta(seconds=30)
 
 

@@ -115,7 +115,7 @@ def composed_yaml(overrides: Sequence[str], what: str, *, resolve: bool) -> str:
     """The configuration as Hydra's `--cfg` shows it, as YAML: `what` is `job`, `hydra` or `all`; `resolve`: interpolations are replaced.
 
     Raises:
-        ConfigError: as `load`; an interpolation that only a run can replace.
+        ConfigError: as `load_config`; an interpolation that needs a run.
     """
     composed, _ = _applied(overrides)
     source, rest = Source.of(overrides)

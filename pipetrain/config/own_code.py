@@ -44,7 +44,7 @@ _MISSING = {
 def with_own_code(config: RunConfig, typed: Iterable[str], tell: Callable[[str], object]) -> RunConfig:
     """The configuration with the digest of the user's files, and without the keys of the experiment that do not apply to them.
 
-    `typed` are the keys that the user typed; `tell` gets a line about those.
+    `typed`: keys that the user typed; `tell` gets a line about ignored ones.
 
     Raises:
         ConfigError: a typed key does not apply, or there is no target.
@@ -80,7 +80,7 @@ def _own(group: str, record: Any, experiment: str, typed: Sequence[str], tell: C
 
 
 def code_digest(key: str, spelling: str) -> str:
-    """SHA-256 of the file of the module that `spelling` names, in hex. Nothing of the user's is imported but parents of a package.
+    """SHA-256 of the file of the module that `spelling` names, in hex. Imports the module only if its file cannot be read.
 
     Raises:
         ConfigError: there is no such module, or no file.
@@ -106,7 +106,7 @@ def _file_of(module_name: str) -> str:
 
 
 def check_target(key: str, spelling: str, args: Mapping[str, Any]) -> None:
-    """Whether there is such a function that takes such arguments; it is not called. Raises ConfigError: there is none."""
+    """Checks that there is such a function and that it takes `args`; it is not called. Raises ConfigError otherwise."""
     _check_arguments(key, spelling, _loaded(key, spelling), args)
 
 

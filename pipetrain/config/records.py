@@ -121,7 +121,7 @@ class ModelConfig:
     # that are not -100.
     count: str | None = None
     count_args: _Arguments = field(default_factory=dict, hash=False)  # more arguments of model.count
-    # SHA-256 of the file of model.target; None: that of now. The value of a resumed run accepts a file that has changed.
+    # SHA-256 of the file of model.target; None: computed now. To resume with a changed file, type the value of the run.
     file_sha256: str | None = None
 
 
@@ -144,7 +144,7 @@ _AssistantOnly = Annotated[
 class DataConfig:
     """The data of training, and how it becomes samples."""
 
-    # `stdlib` (the running Python's own library), `text`, `jsonl`, `hf` (a data set of Hugging Face) `memmap` (token ids) or `python`.
+    # `stdlib` (the running Python's own library), `text`, `jsonl`, `hf` (data set of Hugging Face), `memmap` (token ids) or `python`.
     name: str = "stdlib"
     path: MayChange[str | None] = None  # file, folder or glob to read; for hf a folder, or a name on the hub
     # Glob of the files in the folder that are read; files ending in .gz are unpacked.
@@ -161,7 +161,7 @@ class DataConfig:
     assistant_only_loss: _AssistantOnly = True
     template_date: _Date = "2026-01-01"  # the date that chat templates get which ask for today's
     item_type: Annotated[str, choice_of(*ITEM_TYPES)] = "uint16"  # memmap: the type of a token id in a .bin file
-    truncate: bool = False  # whether a document that is longer than sequence_length is cut at its end; of the layouts packed and padded
+    truncate: bool = False  # whether a document longer than sequence_length is cut at its end (packed and padded)
     # What to do with a document that cannot be a sample.
     on_error: MayChange[Annotated[str, choice_of("stop", "skip")]] = "stop"
     # Folder of the tokens; null: pipetrain/tokens in $XDG_CACHE_HOME or ~/.cache.
@@ -182,7 +182,7 @@ class DataConfig:
     collate: str | None = None
     # For data=python: processes that read ahead, on each rank that reads; 0: the rank itself reads.
     num_workers: MayChange[Annotated[int, at_least(0, most=1024)]] = 0
-    # SHA-256 of the file of data.target; None: that of now. The value of a resumed run accepts a file that has changed.
+    # SHA-256 of the file of data.target; None: computed now. To resume with a changed file, type the value of the run.
     file_sha256: str | None = None
 
     @property
@@ -199,7 +199,7 @@ class PipelineConfig:
     schedule: str = "gpipe"
     # Function of the schedule's CALL ops: MODULE:FUNCTION, called as function(op, layers of its stage); None: there are no such ops.
     on_call: str | None = None
-    # auto: longest search; 0: only the rule, without a search.
+    # auto: most seconds of search; 0: list scheduling alone.
     search_seconds: Annotated[float, at_least(0, most=_YEAR)] = 30.0
     num_stages: Stages | None = None  # stages of the model; None: ranks of a replica x stages_per_rank
     stages_per_rank: Stages = 1  # stages on each rank (virtual stages)

@@ -1,6 +1,6 @@
 """Refuses secrets in a configuration, because it is written to config.yaml and into every snapshot.
 
-It also refuses keys that name code to run, such as Hydra's `_target_`, but in the arguments of the user's own code.
+It also refuses keys that name code, such as Hydra's `_target_`, except in the arguments of the user's own code.
 """
 
 from __future__ import annotations

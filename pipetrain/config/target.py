@@ -11,7 +11,7 @@ from typing import Any
 
 from pipetrain.config.problem import ConfigError, nearest
 
-# What installed packages may bring: names of entry points, by what they are.
+# Groups of entry points by which installed packages bring code, by kind.
 SCHEDULES, OP_HANDLERS = "pipetrain.schedules", "pipetrain.op_handlers"
 TRACKERS, ENGINES = "pipetrain.trackers", "pipetrain.engines"
 _ALLOWED = "write MODULE:FUNCTION, as in my_package.models:make_layers"

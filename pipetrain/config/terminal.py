@@ -1,4 +1,4 @@
-"""What reaches a terminal: text of others, such as a file's, must not move the cursor or change what was said before."""
+"""What reaches a terminal: untrusted text, such as a file's, must not move the cursor or change what was said before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of ours in folders where somebody may have put something: nothing is written through a link, and a whole file takes its name at once.
+"""Files of ours in folders where others may have put something: never written through a link, and under their names only once they are whole.
 
     folder of our own beside it ──► draft ──► rename ──► the file: as it was, or whole
 

@@ -24,7 +24,7 @@ Curve = list[tuple[float, float]]  # (time, held from then on)
 def sets_over_time(schedule: Schedule, events: Iterable[OpEvent]) -> list[tuple[float, float]]:
     """The number of sets alive after each change, with its time: a set comes with F (kept) or R and goes with B or W.
 
-    Of a stage that is recomputed in parts, each is its part of a set.
+    In a stage with parts, each counts as its fraction of a set.
     """
     changes: list[tuple[float, Fraction | int]] = []
     for event in events:
@@ -45,8 +45,8 @@ def stash_over_time(schedule: Schedule, events: Iterable[OpEvent]) -> list[tuple
 
 
 def bytes_over_time(schedule: Schedule, events: Iterable[OpEvent], costs: Costs) -> Curve:
-    """Bytes of sets; and of those that are recomputed, from F on, of the stashed inputs and the outputs that are kept for R (which are
-    part of the set). These stay where the rest goes to host memory.
+    """Bytes of sets; if a set is recomputed, from F on those of the stashed input and the outputs kept for R (which are part of the
+    set). These stay on the device when the rest goes to host memory.
 
     Each part of a stage has an input, taken to be as large as that of the stage.
     """
@@ -215,7 +215,7 @@ def _waits(
         ready = min(max(before, *copied, before), event.start)
         copies, before = copies + _idle(busy, (before, ready)), ready
         left = _idle(busy, (before, event.start))
-        accounts[0] = max(accounts[0] - missing, 0.0)  # what it waited when the message was there
+        accounts[0] = max(accounts[0] - missing, 0.0)  # waited although the message was there
         for place, seconds in enumerate(accounts):
             taken = min(left, seconds)
             known[place], left = known[place] + taken, left - taken

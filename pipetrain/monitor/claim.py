@@ -52,7 +52,7 @@ def claimed(run_dir: Path, *, again: bool) -> Iterator[None]:
 
 
 def check_unclaimed(run_dir: str | None, *, again: bool) -> None:
-    """What can be said before a process starts.
+    """Checks `run_dir` before a process starts.
 
     Raises:
         ValueError: as `claimed`.
@@ -64,7 +64,7 @@ def check_unclaimed(run_dir: str | None, *, again: bool) -> None:
 
 @contextlib.contextmanager
 def _taken(path: Path, *, again: bool, only_look: bool = False) -> Iterator[IO[bytes]]:
-    """The file with its lock; to `only_look` others may do the same."""
+    """The file, locked; with `only_look` others may look too."""
     started = time.monotonic()
     while True:
         is_new = not path.exists()

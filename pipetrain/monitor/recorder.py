@@ -120,8 +120,8 @@ class Recorder:
     def finish(
         self, report: RunReport, measured: Sequence[Shown], predicted: Shown | None, last: Report | None
     ) -> None:
-        """Write the predicted step and the one measured `last`, of each replica. Without `measured` it writes no timeline.html and no
-        profile.json. The report of a phase goes into the phase's folder, and to no tracker."""
+        """Writes the report, and the steps predicted and measured `last`, of each replica. Without `measured` no timeline.html and
+        no profile.json. The report of a phase goes into the phase's folder, and to no tracker."""
         folder = self._folder if report.phase is None else self._folder.phase(report.phase)
         write_report(folder.report, report)
         replace_file(folder.report_text, as_markdown(report))

@@ -51,7 +51,7 @@ class RunReport:
     rollbacks: int = 0  # how often the run rolled back to an older snapshot, because of a loss or gradient
     stragglers: tuple[Straggler, ...] = ()  # ranks whose ops became slower, or are slower than their like
     mfu: float | None = None  # median share of what the devices could do (observe.peak_flops_per_second)
-    set_bytes: PerRank = ()  # of one microbatch, the most of any stage of the rank; where nobody tells none
+    set_bytes: PerRank = ()  # of one microbatch, the most of any stage of the rank; empty if not known
     input_bytes: PerRank = ()  # likewise, the stage's input that waits for R
     kept_bytes: PerRank = ()  # likewise, outputs that are kept for R (recompute.selective)
     host_bytes: PerRank = ()  # of the host's memory, reserved for offloaded sets (recompute.offload)
@@ -232,7 +232,7 @@ def _phase_totals(report: RunReport) -> Table:
 
 
 def most(of_ranks: PerRank) -> float | None:
-    """Of the rank that has most; None where it is known of none."""
+    """The largest value of any rank; None where none is known."""
     return max((value for value in of_ranks if value is not None), default=None)
 
 

@@ -49,10 +49,9 @@ def residuals(predicted: Timeline, *measured: Timeline) -> tuple[Residual, ...]:
 def op_seconds(timeline: Timeline, *, beside: Iterable[Timeline] = ()) -> dict[Op, float]:
     """Seconds of each op that computes, of each copy of a set, of each hop under its RECV, and of each REDUCE_GRAD.
 
-    A hop lasts from the moment when both ends are ready (sent and posted) to the arrival, and a REDUCE_GRAD from when all that add up
-    are to the sum: two stages, or the same stage of all replicas, whose timelines are `beside`. One of several that a rank has
-    for its replicas is charged from the end of the one before, as they share the way. Where the other end left no event, there is
-    no entry.
+    A hop lasts from when both ends are ready (sent and posted) to the arrival, and a REDUCE_GRAD from when all its ranks are ready to the
+    sum: those of two stages, or of one stage in all replicas, whose timelines are `beside`. On a rank, one over the replicas is charged
+    from the end of the one before, as they share the link. Where the other end left no event, there is no entry.
     """
     by_op = {event.op: event for event in timeline.events}
     whole: dict[Op, float] = {}  # when the gradients of each bucket were whole in the last replica
@@ -94,7 +93,7 @@ def measure_costs(num_stages: int, steps: Iterable[Sequence[Timeline]], *, repli
                 row = op.kind.row
                 if row.cost is not None:
                     place = op.stage if row.direction is not Direction.FORWARD or op.kind.computes else op.stage - 1
-                    # A hop is measured where it is received: its edge.
+                    # Of a hop, measured at its receive: the edge.
                     spent["reduce_shared" if op.kind in REDUCING and op.peer is not None else row.cost, place].append(
                         seconds
                     )

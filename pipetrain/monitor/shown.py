@@ -40,7 +40,7 @@ class Shown:
     bound_seconds: float
     breakdown: tuple[RankBreakdown, ...]
     least_seconds: float | None = None  # after a search for the order: no order is faster, as far as proven
-    # Where it is the step of one replica of several: its ranks in the run, by place, and from when to when all replicas took.
+    # If it is the step of one replica of several: its ranks in the run, by place, and start and end over all replicas.
     ranks: tuple[RankPlace, ...] = ()
     span: tuple[float, float] | None = None
 
@@ -92,7 +92,7 @@ class Shown:
         return tuple(max((held for _, held in curve), default=0.0) for curve in curves)
 
     def peak_sets_with_inputs(self) -> tuple[float, ...] | None:
-        """Per rank the most sets at once, with what stashed inputs and kept outputs are of sets, if the costs say that
+        """Per rank the most sets at once, stashed inputs and kept outputs counted as fractions, if costs have these
         (`input_share`, `kept_share`)."""
         if not self.costs.input_share and not self.costs.kept_share:
             return None

@@ -14,7 +14,7 @@ from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
 
-# What a rank's report has under the name under which that of all has a number per rank.
+# Fields of a rank's report that the report of all has under the same name, per rank.
 _BYTES = (
     *("peak_activation_bytes", "peak_activation_bytes_never", "peak_memory_bytes", "peak_reserved_bytes"),
     *("communicator_bytes", "peak_stage_bytes", "set_bytes", "input_bytes", "kept_bytes", "limit_bytes"),
@@ -121,7 +121,7 @@ class Report:
 
     @staticmethod
     def of(reports: Iterable[RankReport], schedule: Schedule) -> Report:
-        """The step of the ranks that these reports are of, all that there are."""
+        """The step of all ranks, which these reports are of."""
         ranks = sorted(reports, key=lambda report: report.rank)
         places = tuple(report.where for report in ranks)
         replicas: dict[int, dict[int, RankReport]] = {}
@@ -170,7 +170,7 @@ PerRank = tuple[float | None, ...]
 
 # A line of metrics.jsonl ---------------------------------------------------------------------------------------------
 
-# What stands in the figures per rank under the same name: in the breakdown of a rank, and in the report of all.
+# Figures per rank that have the same name in the breakdown of a rank, and in the report of all.
 _OF_BREAKDOWN = (
     *("recompute_hidden_seconds", "recompute_exposed_seconds", "wait_activation_seconds", "wait_gradient_seconds"),
     *("fill_seconds", "drain_seconds", "imbalance_seconds", "reduce_exposed_seconds"),

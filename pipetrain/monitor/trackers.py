@@ -129,7 +129,7 @@ def _given(config: ObserveConfig) -> dict[str, Callable[[RunFolder, int], Tracke
 
 
 def make_trackers(config: ObserveConfig, folder: RunFolder, first_step: int) -> dict[str, Tracker]:
-    """By the name that a message gives them. Files of steps that will be repeated lose those lines now.
+    """The trackers, by name. Files of steps that will be repeated lose those lines now.
 
     Raises:
         ValueError: what a class or function of `observe.trackers` gives is no `Tracker`.
@@ -322,7 +322,7 @@ def _process_is_gone() -> tuple[type[Exception], ...]:
 
 
 def _tell(run: Any, ending: Ending) -> None:
-    """The page is made anew for each wandb run: it ties it to itself."""
+    """A new page for each wandb run, as wandb ties it to the run."""
     import wandb
 
     report = ending.report

@@ -1,7 +1,7 @@
 """How many layers each stage gets: equal numbers, equal work, or what makes the step of a schedule shortest.
 
-A stage that recomputes runs F, R and B, the last one as a rule F and B, so equal stages keep it waiting. From equal ones on layers are
-moved, one or two at a time, as long as the simulated step gets shorter. No clock is read: all ranks and a resumed run find the same.
+A stage that recomputes runs F, R and B, the last one as a rule F and B, so equal stages keep it waiting. From equal stages layers
+are moved, one or two at a time, as long as the simulated step gets shorter. No clock is read: all ranks and a resumed run agree.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _Move = tuple[int, int]  # a layer leaves the first stage, the second gets one, 
 
 _HALVINGS = 50
 _ROUNDING = 1 + 1e-9
-_WORTH = 0.995  # of the step: what costs of layers do not tell apart moves no layer
+_WORTH = 0.995  # of the step: smaller gains are within the error of costs
 _MOST_TRIED = 2**16  # stages x microbatches of all steps that are simulated: some two seconds
 _MOST_AT_ONCE = 2**12  # stages x microbatches of one step
 _MAKING = 24  # steps that are simulated while a schedule by the rule of `auto` is made
-_FAR_STAGES = 8  # with so many a layer may go to any stage, and two at once; with more to the next alone
+_FAR_STAGES = 8  # up to so many, a layer may go to any stage, and two at once; beyond, to the next
 
 
 def balance_evenly(num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -52,8 +52,8 @@ def balance_evenly(num_layers: int, num_stages: int) -> tuple[int, ...]:
 def balance_by_work(work: Sequence[float], num_stages: int) -> tuple[int, ...]:
     """Layers per stage such that the stage with the most work has as little as can be; `work` has an entry per layer, 0 or more.
 
-    A step takes (m - 1) times the slowest stage and once all of them, so to even out the others gains nothing: where equal numbers are as
-    good they are taken, and where there is a choice a stage is near the mean of those that follow, for the sake of memory.
+    A step takes (m - 1) times the slowest stage and once all of them, so evening out the others gains nothing. Equal numbers are taken if as
+    good. Else each stage is near the mean of what is left to it and those after it, for the sake of memory.
 
     Raises:
         ValueError: fewer layers than stages.
@@ -103,15 +103,15 @@ def balance_by_step(
 ) -> Balance:
     """The layers per stage with the shortest simulated step that moves of layers find from `start`, or `start` itself.
 
-    `spec` is what the schedule is made from, without its `costs`, with parts of any stages; `given` is it, where there is one already.
-    `costs_of` says what stages of a balance cost. Moves are tried one by one and in pairs, those first whose step `bound` lets be shortest;
-    where thousands of microbatches of stages make one step, or one rank has all stages and waits for nobody, none.
+    `spec` is what the schedule is made from, without `costs`, its parts for any balance; `given` is a schedule that there is already.
+    `costs_of` says what stages of a balance cost. Moves are tried one by one and in pairs, those with the least `bound` first; none
+    if one step has thousands of microbatches x stages, or one rank has all stages and waits for nobody.
     """
     start = tuple(start)
     if len(set(spec.stage_ranks)) < 2 or spec.num_stages * spec.num_microbatches > _MOST_AT_ONCE:
         return start
     steps = _Steps(spec, costs_of, given)
-    with suppress(ValueError):  # the schedule cannot be made: the same is said where it is made to run
+    with suppress(ValueError):  # it cannot be made: whoever makes it to run reports that
         best, seconds = start, steps.seconds(start)
         enough = seconds * _WORTH
         while (better := _improved(best, seconds, steps)) is not None:

@@ -13,7 +13,7 @@ class RankMemory:
 
     `masters` are float32 copies of weights of fewer bits. `inputs` are the stage inputs of microbatches between F and B, `sets` their
     activations, `weight_queue` those that W still needs after I. `message_buffers` are tensors received before their use or not sent yet,
-    `backward_transients` what B makes for a moment, or the proof of the first step. `allocator_slack` is what CUDA's allocator holds
+    `backward_transients` what B makes for a moment (a peer's R too). `allocator_slack` is what CUDA's allocator holds
     without use, `allocator_slack_expandable` the same with `expandable_segments`; `cuda_runtime` are the context and the libraries.
     """
 
@@ -72,7 +72,7 @@ class Candidate:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the rank that needs most."""
+        """The fullest rank's."""
         return max(rank.total for rank in self.memory)
 
     @property

@@ -88,7 +88,7 @@ def _device(text: str, name: str, gigabytes: str | None) -> Device:
 
 def _nearest(words: list[str]) -> str:
     """The device whose name is most like one of the words; nothing where none is."""
-    short = {known.split("-")[0]: known for known in [f"{CPU.name}-16gb", *reversed(DEVICES)]}  # of versions the first
+    short = {known.split("-")[0]: known for known in [f"{CPU.name}-16gb", *reversed(DEVICES)]}  # the first version
     found = [
         (difflib.SequenceMatcher(None, word, name).ratio(), known) for word in words for name, known in short.items()
     ]

@@ -9,7 +9,7 @@ _TERA, _GIGA, _MIB = 1e12, 1e9, 2**20
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The share of a peak that ops of a kind reach: one number per kind of op, fitted to what was measured.
+    """The share of its peak that each kind of op reaches: fitted, published or assumed (see `GPU`).
 
     `matmul_fp8` counts the scaling and the casts of float8 layers.
     """

@@ -25,8 +25,8 @@ _BACKWARD = (2.0, 2.5, 2.0)
 
 
 class DecoderSizes(Protocol):
-    """A decoder's sizes, as `HfShape` reads them from config.json. Methods are per decoder layer: entries of the matrices of attention; of
-    the MLP all and those that a token uses; the most positions that a token's attention reads.
+    """A decoder's sizes, as `HfShape` reads them from config.json. Methods are per decoder layer: `mixing`: attention parameters; `feeding`: the
+    MLP's, all and those a token uses; `looked_at`: most positions that attention reads.
     """
 
     num_decoder_layers: int
@@ -81,12 +81,12 @@ class Estimator:
 
     @property
     def weight_bytes(self) -> int:
-        """Of one number of a weight."""
+        """Per element of weights."""
         return 2 if self.precision == "bf16-true" else 4
 
     @property
     def number_bytes(self) -> int:
-        """Of one number of an activation."""
+        """Per element of activations."""
         return 4 if self.precision == "fp32" else 2
 
     def profile(self) -> Profile:
@@ -116,7 +116,7 @@ class Estimator:
     def _decoder_layer(
         self, tokens: int, numbers: tuple[int, ...], kind: str, mixing: int, all_feeding: int, feeding: int, reach: int
     ) -> LayerProfile:
-        """`mixing` and `feeding` are entries of matrices. Per token, queries, keys, values and what attention gives are mixing / width numbers."""
+        """`mixing` and `feeding` are parameters. Per token, queries, keys, values and attention's output have mixing / width elements."""
         sizes, share, size = self.sizes, tokens / self.tensor, self.number_bytes
         width, inner, ends = sizes.width, feeding / sizes.width, 4 if sizes.is_gated else 2
         matrices = 3 if sizes.is_gated else 2
@@ -202,7 +202,7 @@ class Estimator:
         )
 
     def _seconds(self, work: _Work, times: tuple[float, float, float] = (1.0, 1.0, 1.0), *, float8: bool) -> float:
-        """With so many `times` the FLOPs and bytes of the forward."""
+        """Seconds of `work`; `times` scale its FLOPs and bytes."""
         device, (matmul, attention, memory) = self.cluster.device, times
         share, peak = device.efficiency, device.bf16 if self.number_bytes == 2 else device.fp32
         return (

@@ -32,7 +32,7 @@ _SLACK, _SLACK_EXPANDABLE, _CUDA_RUNTIME = 0.10, 0.02, 1 << 30
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a rank holds besides activations, as the run's keys say. A profile has bytes of weights, and of two moments in their type.
+    """What a rank holds besides activations, as the run's keys say. A profile counts weights and two moments of their dtype.
 
     `has_masters`: float32 masters, moments and gradients of 16-bit weights. `casts`: 16-bit casts of float32 weights, once per step.
     `shards` ranks share the optimizer state. `tied` are pairs of layers with one parameter. `proves`: the first step proves R.
@@ -49,8 +49,8 @@ class Holdings:
 
 @dataclass(frozen=True)
 class PartBytes:
-    """Bytes of a microbatch in one part of a stage: its input, its set (with the input), what R finds there of the set, the set without
-    what R alone reads, and the largest layer."""
+    """Bytes of a microbatch in one part: its input, its set with it, what of it R finds, the set without what R
+    alone reads (`own`), its largest layer."""
 
     input: int
     whole: int
@@ -62,12 +62,12 @@ class PartBytes:
 
     @property
     def stash(self) -> int:
-        """From F on, if R will run."""
+        """Held from F to R."""
         return (0 if self.is_first else self.input) + self.kept
 
     @property
     def full(self) -> int:
-        """While its set is there."""
+        """Held from R to B."""
         return self.whole - (self.input if self.is_first else 0)
 
     @property
@@ -83,7 +83,7 @@ class PartBytes:
 def parts_of_stages(
     profile: Profile, balance: Sequence[int], policy: RecomputePolicy
 ) -> tuple[tuple[PartBytes, ...], ...]:
-    """Of each part of each stage of `balance` layers; a stage without parts is one."""
+    """Per stage of `balance` layers, its parts; one if it is not cut."""
     sizes = policy.parts if policy.in_parts else tuple((layers,) for layers in balance)
     selective = () if policy.mode is Mode.NEVER else policy.selective
     layers = [layers for parts in sizes for layers in parts]
@@ -239,7 +239,7 @@ class Footprint:
         return 0, 0
 
     def _freed(self, schedule: Schedule, op: Op, proved: Proved) -> int:
-        """Bytes of activations that the end of `op` frees. What W waits with stays behind I."""
+        """Bytes of activations that the end of `op` frees. What W needs stays after I."""
         parts, is_proved = self.parts[op.stage], (op.stage, op.microbatch) in proved
         is_kept = (op.stage, op.microbatch) in schedule.kept
         if op.kind is RECOMPUTE:
@@ -258,13 +258,13 @@ class Footprint:
         return whole if op.part is None else sizes[op.part]
 
     def of_step(self, schedule: Schedule, timeline: Timeline) -> tuple[int, ...]:
-        """The most activations of each rank in simulated steps, of the first with its proof and of those behind it, with inputs that wait for
-        their F and outputs that wait for their SEND, or are on their way."""
+        """The most activation bytes of each rank in a simulated step, the first (with its proof) or a later one; inputs that wait for F count,
+        and outputs until their SEND has ended."""
         events = [list[OpEvent]() for _ in range(schedule.num_ranks)]
         for event in timeline.events:
             events[event.rank].append(event)
         first = schedule.stage_ranks[0]
-        # Two kept sets of the first stage in one step are known to share the batch, and go on to hold it.
+        # After the first step one more batch counts as held, if the first stage keeps two sets or more.
         keeps = sum(stage == 0 for stage, _ in schedule.kept) > 1 and not any(
             e.op.kind in SPLITTING for e in events[first]
         )

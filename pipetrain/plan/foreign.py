@@ -69,8 +69,9 @@ class Option:
 
 @dataclass(frozen=True)
 class Peer:
-    """A runtime. `orders`: our family, stages per rank, the peer's name. `cuts` of a profile's layers into so many stages, and what it may
-    recompute of a balance, each with the peer's words. `lines` are to be typed, of samples of so many tokens and with so many tensor ranks.
+    """A runtime. `orders`: (our family, stages per rank, its name). `cuts` cut a profile's layers into so many stages,
+    `recomputes` what it may recompute of a balance, each with its words. `lines` are to be typed, for samples,
+    tokens per sample and tensor ranks.
     """
 
     title: str
@@ -95,14 +96,14 @@ class ForeignPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the rank that needs most."""
+        """The fullest rank's."""
         return max(rank.total for rank in self.memory)
 
 
 def best_foreign(
     name: str, problem: PlanProblem, budget_bytes: int | None = None, *, sequence_length: int = 1, tensor: int = 1
 ) -> ForeignPlan:
-    """The fastest plan of the peer `name` within the budget. Plans are tried in the order of a lower bound of their steps, a fixed number.
+    """The fastest plan of the peer `name` within the budget. Plans are tried by a lower bound of their steps, up to a fixed work.
 
     Raises:
         ValueError: no plan of the peer fits.
@@ -133,7 +134,7 @@ def best_foreign(
 
 
 def foreign_options(pricing: Pricing) -> Iterator[Option]:
-    """Orders that go round the ranks take microbatches in full groups."""
+    """All options; with several stages per rank, p divides m."""
     peer, profile = pricing.peer, pricing.problem.profile
     for (order, per_rank, name), layout in itertools.product(peer.orders, promising_layouts(pricing.problem)):
         replicas, ranks, count = layout
@@ -162,7 +163,7 @@ class Pricing:
         return self.problem.profile.at(self.samples(option))
 
     def profile(self, option: Option) -> Profile:
-        """The layers as the peer runs them: R of the groups inside B, and of a group nothing held in between but the input."""
+        """The layers as the peer runs them: R of the groups inside B, and until then only the input of a group held."""
         profile = self.given(option)
         layers = {number: replace(profile.layer(number), numbers=(number,)) for number in range(profile.num_layers)}
         for group in itertools.chain.from_iterable(option.groups):
@@ -192,7 +193,7 @@ class Pricing:
         return ForeignPlan(option, seconds, memory, lines, write_csv(schedule))
 
     def least_seconds(self, option: Option) -> float:
-        """No more than the step takes: all ops of the busiest rank, behind its first input and before what its last gradient still passes."""
+        """A lower bound of the step: all ops of the busiest rank, after its first input came and before its last gradient goes to stage 0."""
         costs, busy = self.costs(option), defaultdict[int, float](float)
         both = [forward + backward for forward, backward in zip(costs.forward, costs.backward)]
         for stage, rank in enumerate(option.stage_ranks):
@@ -204,7 +205,7 @@ class Pricing:
         return least
 
     def least_bytes(self, option: Option) -> float:
-        """No more than the fullest rank holds: its weights and their state, and the sets of its first stage in flight, a rank less each."""
+        """A lower bound of the fullest rank: weights, their state, and sets of its first stage, one fewer in flight on each later rank."""
         sets = costs_of_layers(self.profile(option), option.balance).set_bytes
         flights = (min(option.num_microbatches, option.num_ranks - rank) for rank in range(option.num_ranks))
         return max(one * own + memory.total for one, own, memory in zip(flights, sets, self._own(option)))
@@ -283,7 +284,7 @@ def _deepspeed_cuts(profile: Profile, stages: int) -> Iterator[tuple[str, Balanc
 
 
 def least_difference(weights: Sequence[float], stages: int) -> Balance:
-    """DeepSpeed's cut: stage by stage that with the least difference of the largest and the smallest sum so far, of equal ones the last."""
+    """DeepSpeed's cut: stage by stage the least difference between the largest and smallest sum so far; of equal ones the last."""
     sums = list(itertools.accumulate(weights, initial=0.0))
     count = len(weights)
     best: list[tuple[float, float, float, Balance] | None] = [(0.0, -math.inf, math.inf, ()), *[None] * count]
@@ -378,7 +379,7 @@ def _deepspeed_lines(option: Option, samples: int, sequence_length: int, tensor:
 
 
 _BY_CSV = (
-    "PipelineScheduleMulti"  # with a CSV torchtitan takes torch's _PipelineScheduleRuntime, and this for several stages
+    "PipelineScheduleMulti"  # the name that torchtitan wants with a CSV, which torch's _PipelineScheduleRuntime runs
 )
 _NO_R = "an R of its own: what is recomputed is recomputed inside B, when the gradient is there"
 PEERS = {

@@ -5,8 +5,8 @@
                  |         |          |  gradients of a stage, added up over the replicas
     replica 1  rank 2 -> rank 3
 
-What is counted are the messages of the schedule and the bytes in them: of each end as it is sent, of an adding up what each rank
-gives to it. A library may move more: a ring moves 2 (n - 1) / n of it from each of n ranks.
+Counted are the messages of the schedule and their bytes: of a send what is sent, of an all-reduce what each rank
+puts in. A library may move more: a ring moves 2 (n - 1) / n of it from each of n ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RankPlace:
 
 
 def name_of(rank: int, ranks: Sequence[RankPlace]) -> str:
-    """`rank 3`; where `ranks`, in their order, are those of several replicas, with its place among them."""
+    """`rank 3`; if `ranks`, in their order, are of several replicas, with its replica and stages."""
     return str(ranks[rank]) if num_replicas_of(ranks) > 1 else f"rank {rank}"
 
 
@@ -60,7 +60,7 @@ def num_replicas_of(ranks: Iterable[RankPlace]) -> int:
 
 @dataclass(frozen=True)
 class NumberBytes:
-    """Bytes of one number: of a weight, its gradient, all that the optimizer keeps for it, and of what goes from stage to stage."""
+    """Bytes of one element: of a weight, its gradient, all that the optimizer keeps for it, and of what goes between stages."""
 
     weight: int
     gradient: int
@@ -70,10 +70,10 @@ class NumberBytes:
 
 @dataclass(frozen=True)
 class Holds:
-    """What the model is, as far as it is known: per layer its parameters, and their shapes; numbers of a token between layers.
+    """What the model is, as far as it is known: parameters per layer and their shapes; `width`: the hidden size.
 
-    `tied` are pairs of layers that share a parameter: all that the smaller of the two has, as a head its embedding's. `tokens[i]` are
-    those of microbatch i of the step, of all replicas in turn.
+    `tied` are pairs of layers that share parameters, taken to be all of the smaller layer (head and embedding). `tokens[i]` are
+    those of microbatch i of the step, replica after replica.
     """
 
     parameters: tuple[int, ...] | None = None
@@ -105,7 +105,7 @@ class MeshRank:
     weight_bytes: int | None
     gradient_bytes: int | None
     optimizer_bytes: int | None
-    sent: dict[str, Sent]  # by kind, of those in `MESSAGES` that there are
+    sent: dict[str, Sent]  # by kind (of `MESSAGES`), if it sends any
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Mesh:
 
 
 def rank_places(plan: Plan, grid: Grid) -> tuple[RankPlace, ...]:
-    """Who each rank of the run is, in their order."""
+    """Each rank's replica, place and stages."""
     found = []
     for rank in range(grid.size):
         at = grid.coordinates_of(rank)
@@ -235,7 +235,7 @@ class _Maker:
         return rank // self.ranks_per_node
 
     def _parameters(self, stages: Iterable[int]) -> int | None:
-        """Of these stages of one rank, which has a parameter once that two of them share."""
+        """Parameters of these stages of one rank; one that two of them share counts once."""
         known = self.model.parameters
         if known is None:
             return None
@@ -295,7 +295,7 @@ class _Maker:
         return model.tokens[number] * model.width * model.number_bytes.boundary
 
     def _reduced(self, place: int) -> Sent | None:
-        """What a rank at `place` gives to the adding up over the replicas."""
+        """What a rank at `place` puts into the all-reduce over replicas."""
         buckets = [op for op in self.schedule.lane(place, Lane.REDUCE) if op.is_replica_allreduce]
         if not buckets:
             return None
@@ -305,6 +305,6 @@ class _Maker:
         return Sent(len(buckets), self._bytes(alone, "gradient"))
 
     def _bytes(self, number: int | None, of: str) -> int | None:
-        """Of so many weights, or what else `NumberBytes` has."""
+        """Bytes of `number` elements of the kind `of`."""
         sizes = self.model.number_bytes
         return None if number is None or sizes is None else number * int(getattr(sizes, of))

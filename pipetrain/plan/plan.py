@@ -22,7 +22,7 @@ DEFAULT_MICROBATCHES = 8
 class Plan:
     """Where a model lives: `balance[s]` layers make stage s, and `stage_ranks[s]` is the rank that holds it.
 
-    Ranks count from 0 within one replica; of `num_replicas` the ranks stand in an `order` of `comm/coordinates.py`. `split_backward` makes I and W of each B of the schedule.
+    Ranks count from 0 within one replica; `order` (`comm/coordinates.py`) numbers those of all replicas. `split_backward` makes I and W of each B.
     `warmup` is for the schedule `1f1b`: forwards in flight, a number or one per stage.
     `transport_ahead`, `communicators` and `edges` say how messages go between stages, as the keys of `transport` do.
     """
@@ -67,7 +67,7 @@ class Plan:
     def tied_stages(self, layers: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         """The pairs of stages (lower, higher) that share a parameter, where these pairs of layers do; each pair once.
 
-        They are in the order of their buckets: the one whose lower stage runs its last B first in front.
+        They are in the order of their buckets: first the one whose lower stage runs its last B first.
         """
         stages = {tuple(sorted((self.stage_of(one), self.stage_of(other)))) for one, other in layers}
         return tuple(sorted(((low, high) for low, high in stages if low != high), reverse=True))
@@ -141,7 +141,7 @@ def make_plan(
 ) -> Plan:
     """Where `num_layers` layers live on `num_ranks` ranks of one replica; see `place_stages` for `placement`.
 
-    `balance="auto"` shares out the `work` of the layers, such as floating-point operations, and where None is known their number.
+    `balance="auto"` gives stages about equal `work`, such as floating-point operations; None: equal numbers of layers.
 
     Messages: `transport_ahead` tensors of an edge are received before they are used; `edges="pinned"` takes them through memory of
     the host, where NCCL does not connect the GPUs or ranks share one.
@@ -180,7 +180,7 @@ def make_plan(
 def place_stages(
     placement: Placement, *, num_ranks: int | None, num_stages: int | None, stages_per_rank: int
 ) -> tuple[int, ...]:
-    """The rank of each stage: of as many as there are ranks x `stages_per_rank`, or as a list has.
+    """The rank of each of ranks x `stages_per_rank` stages, or of as many as a list has.
 
     `num_ranks` defaults to those that the list names or that `num_stages` needs, and to 1.
 
@@ -253,7 +253,7 @@ def plan_of(
     num_replicas: int = 1,
     order: str = "replica-stage",
 ) -> Plan:
-    """The plan that was `given`, if it fits the model and the ranks and nothing else says otherwise; else one made of the rest. `num_ranks`
+    """The plan that was `given`, which must fit the model, the ranks and all else; without one, a plan made of the rest. `num_ranks`
     are those of one replica.
 
     Raises:
@@ -318,7 +318,7 @@ def _other_ranks(planned: int, found: int, num_replicas: int) -> str:
 def _check_said_once(
     plan: Plan, num_stages: int | None, stages_per_rank: int, num_microbatches: int, balance: str | Sequence[int]
 ) -> None:
-    """What is said beside a plan and is not the default says what the plan says."""
+    """Refuses what is said beside a plan, is not the default and differs."""
     per_rank = {len(plan.stages_of(rank)) for rank in range(plan.num_ranks)}
     layers = layers_per_stage(balance)
     said = (

@@ -3,7 +3,7 @@
     starts ──► priced by the list rule ──► neighbours of the best, while there is work left ──► five layers of the frontier
            ──► a search for better orders on the frontier ──► Plans ──► the few that fit best: made as a run makes them, checked, simulated
 
-Of two choices the frontier has the one that is faster or smaller. A budget takes the least time whose peak fits, so more budget is never
+The (Pareto) frontier: choices that none beats in time and bytes. A budget takes the least time whose peak fits, so more budget is never
 slower. Work is counted in stages x microbatches of the orders that are made, never in seconds: every machine finds the same.
 """
 
@@ -42,7 +42,7 @@ _WORK, _MOST_WORK = 400_000, 1_200_000
 _ORDERS = 600  # that are made in any case, within the second limit
 _OF_STARTS, _OF_FAMILIES = 0.3, 0.45  # of that, starts of `auto`, and of named families; the rest is for neighbours
 _OF_ONE = 0.1  # at most for one named family
-# A named family costs as much as so many orders of the rule; with I and W, where it may keep sets, where it is left out unmade.
+# A named family counts as so many orders of the rule: made, made with I and W, where it may keep sets, left out unmade.
 _OF_MAKING, _OF_SPLITTING, _OF_KEEPING, _OF_LEAVING = 12, 30, 70, 3
 _DEEP = 5  # layers of the frontier
 _SEARCHED, _MOST_SEARCHED = 6, 512  # of the frontier, from the fastest to the smallest; stages x microbatches
@@ -87,7 +87,7 @@ class PricedPlan:
         return simulate(self.schedule, self.costs)
 
     def search(self, seconds: float, cache: Path | None) -> None:
-        """A better order, with a limit of work (in 0 s none); the run finds it in the cache and searches no more."""
+        """Searches for a better order, with limited work (0 s: none); the run then finds it in the cache."""
         spec, costs = self._spec, self.costs
         if cache is not None and read_order(cache, spec, costs) is None:
             write_order(cache, spec, costs, CachedOrder(order_of(self.schedule), 0.0, 0.0))
@@ -172,7 +172,7 @@ def make_plans(
 
 
 def frontier(entries: Iterable[tuple[float, int, Any]]) -> list[tuple[float, int, Any]]:
-    """Of (seconds, bytes, anything) those than which none is faster with as few bytes; the smallest first."""
+    """The Pareto frontier of (seconds, bytes, anything), smallest first: none is faster in as few bytes."""
     found: list[tuple[float, int, Any]] = []
     for entry in sorted(entries, key=lambda one: (one[1], one[0])):
         if not found or entry[0] * _SAME < found[-1][0]:
@@ -224,7 +224,7 @@ class _Pricing:
         self._look_around()
 
     def _in_turn(self, families: Iterable[Choice]) -> list[Choice]:
-        """Those of each way to schedule and to recompute in turn, that with the least bound on its step first."""
+        """The choices, one of each way to schedule and recompute in turn, least bound on the step first."""
         ways: dict[Any, list[tuple[float, Choice]]] = {}
         for one in families:
             way = one.schedule, one.num_stages // one.num_ranks, one.mode, one.segments, one.selective
@@ -351,7 +351,7 @@ def with_sums(costs: Costs, profile: Profile, balance: Sequence[int], num_replic
 
 
 def _work(choice: Choice) -> float:
-    """Stages x microbatches, more where a stage has parts or a schedule is made with all its messages, for each pattern of kept sets."""
+    """The work of a choice: stages x microbatches, more with parts, and more if a schedule is made for each pattern of kept sets."""
     parts = sum(choice.parts(stage) for stage in range(choice.num_stages)) / choice.num_stages
     ops = 1 if choice.mode is Mode.NEVER else (1 + 2 * parts) / 3
     making = 1
@@ -362,8 +362,8 @@ def _work(choice: Choice) -> float:
 
 
 def _within(starts: Sequence[Choice], share: float) -> Iterator[Choice]:
-    """As many as so much work allows. One with each mode in any case; then whole stages with more and more slots in the order of 1F1B, which
-    say what memory buys; then some of every way to schedule and to recompute, evenly spread.
+    """As many as the work `share` allows. First one of each mode, in any case; then whole stages in 1F1B order with
+    more and more slots, to show what memory buys; then some of every way to schedule and recompute, evenly spread.
     """
     if sum(map(_work, starts)) <= share:
         yield from starts
@@ -391,7 +391,7 @@ def _by_rule(choice: Choice, policy: RecomputePolicy, costs: Costs) -> tuple[Ord
 
 
 def keys_of(choice: Choice, problem: PlanProblem, profile_key: str | None) -> dict[str, str]:
-    """The overrides that make a run of the choice: those that are not held, and not as they are."""
+    """The overrides for a run of the choice: keys that are not held, with new values."""
     uses_profile = profile_key is not None and (choice.schedule == AUTO or choice.segments != 1)
     recomputes = choice.mode is not Mode.NEVER
     placement = "v" if choice.schedule == "zbv" else "loop"

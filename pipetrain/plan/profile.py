@@ -29,10 +29,10 @@ _LATEST = Path("runs") / "latest"
 class OpProfile:
     """An operation in one submodule of a layer, all its calls in one microbatch together.
 
-    `word` is what `recompute.selective` calls operations of its kind, None where they have no word. Of its outputs `unsaved_bytes` are
-    such that the layer's backward does not need: who keeps the outputs holds these besides the set; of them `border_bytes` are the
-    layer's own output, which the next layer may save. The `tail` are the calls that R does not come to where the layer is the last of
-    its stage; nothing of theirs is saved.
+    `word` is what `recompute.selective` calls operations of its kind; None: nothing. `unsaved_bytes` are those of its outputs that
+    the layer's backward does not need: whoever keeps the outputs holds these besides the set; of them `border_bytes` are the layer's own
+    output, which the next layer may save. The `tail_` fields are of the calls that R does not reach if the layer is
+    the last of its stage; nothing of theirs is saved.
     """
 
     op: str
@@ -71,8 +71,8 @@ class LayerProfile:
     """Layers that look the same, measured on one of them with one microbatch; the number after the last layer's is the loss.
 
     `recompute_seconds` is R through the whole layer, `recompute_last_seconds` where it is the last of its stage, so that R ends with its
-    last saved tensor. `inner_bytes` is its set but for its input and its output, which neighbours may save as well. W waits with `deferred_bytes`; of
-    it and of the seconds of I and W an older profile says nothing.
+    last saved tensor. `inner_bytes` is its set but for its input and its output, which neighbours may save as well. W needs `deferred_bytes` after I;
+    an older profile has neither these nor the seconds of I and W.
     """
 
     numbers: tuple[int, ...]
@@ -111,7 +111,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured: `layers` with what `conditions` (key -> value), or `costs` of a run whose batch was cut into
+    """What was measured: `layers` under `conditions` (key -> value), or `costs` of a run whose batch was cut into
     `num_microbatches`.
 
     `layers` are of a microbatch of `samples` samples, `smaller` the same layers of one sample: a line through both says what others cost
@@ -153,7 +153,7 @@ class Profile:
         """The profile of microbatches of so many samples.
 
         Raises:
-            ValueError: it is of microbatches of another size alone.
+            ValueError: it has only microbatches of another size.
         """
         if samples == self.samples or self.samples is None:
             return self
@@ -174,7 +174,7 @@ LOSS = "loss"
 _OF_W, _SPLIT = (
     0.4,
     1.026,
-)  # W's share of a split backward, and what that takes of a whole one (`pipetrain bench split`, a block)
+)  # W's share of a split backward, and its time over a whole one (`pipetrain bench split`, a block)
 
 
 def costs_of_layers(profile: Profile, balance: Sequence[int], selective: Sequence[Outputs] = ()) -> Costs:
@@ -293,7 +293,7 @@ class _Stage:
         return self.kept("output_bytes") - sum(op.tail_bytes for op in self._kept[-1])
 
     def unsaved_bytes(self) -> float:
-        """Of what is kept, that which is in no set."""
+        """Kept bytes that are in no set."""
         saved = sum(op.border_bytes for ops, shares in zip(self._kept, self._borders()) if shares for op in ops)
         return self.kept("unsaved_bytes") - saved - sum(op.tail_bytes for op in self._kept[-1])
 
@@ -302,7 +302,7 @@ class _Stage:
         return [left.saves_output or right.saves_input for left, right in zip(self.layers, self.layers[1:])]
 
     def set_bytes(self) -> int:
-        """With the stage's input where that is saved: it is held for R in any case."""
+        """With the stage's input, saved or not: it is held for R in any case."""
         shared = sum(layer.output_bytes for layer, is_saved in zip(self.layers, self._borders()) if is_saved)
         first, last = self.layers[0], self.layers[-1]
         ends = first.input_bytes + (last.output_bytes if last.saves_output else 0)
@@ -413,7 +413,7 @@ class Advice:
 
 
 def advice_of(profile: Profile, num_microbatches: int) -> list[Advice]:
-    """What to keep, that which saves most seconds per byte first: each kind of dear operation in each kind of layer."""
+    """What to keep, most seconds per byte first: each kind of expensive operation in each kind of layer."""
     found = []
     for layer in profile.layers:
         for word in sorted({op.word for op in layer.ops if op.word is not None}):

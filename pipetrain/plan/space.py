@@ -21,10 +21,10 @@ from pipetrain.schedule.search.list_order import Prefers
 # With one stage per rank, and with several.
 _ONE_PER_RANK = (AUTO, "1f1b", "gpipe", "zb-h1")
 _MORE_PER_RANK = (("interleaved", 8), ("interleaved", 4), ("interleaved", 2), ("zbv", 2))
-_SHAPES = (1.0, 2.0, math.inf)  # microbatches in flight per stage behind: as 1F1B, twice that, as GPipe
+_SHAPES = (1.0, 2.0, math.inf)  # microbatches in flight per later stage: as 1F1B, twice that, as GPipe
 _SEGMENTS = (1, 2, LAYERS)
 _WORDS = ("attention", "matmul")
-_ALL_BALANCES, _ALL_OF_FAMILIES = 64, 24  # up to so many ways to cut the model, all are starts; of named families
+_ALL_BALANCES, _ALL_OF_FAMILIES = 64, 24  # up to so many balances, all are starts: of `auto`, of named families
 _MOST_MICROBATCHES = 256
 _MANY_LAYOUTS = 24
 _MOST_ALONE = 8  # stages
@@ -41,7 +41,7 @@ KEYS = (
 class PlanProblem:
     """What is planned: layers that were measured, `batch` samples per step, and `num_ranks` ranks of all replicas.
 
-    `held` has the values of those of `KEYS` that stay; `policy` has the other keys of `recompute`. `num_microbatches` and `num_replicas`
+    `held` has the values of the fixed ones of `KEYS`; `policy` has the other keys of `recompute`. `num_microbatches` and `num_replicas`
     are those to begin with. `current` are values of `KEYS` that a run has without a plan, as they are typed.
     """
 
@@ -119,7 +119,7 @@ class Choice:
         )
 
     def spec(self, problem: PlanProblem, policy: RecomputePolicy) -> ScheduleSpec:
-        """As a run makes it from the keys of this choice."""
+        """What a run makes from this choice's keys."""
         ends = list(itertools.accumulate(self.balance))
         pairs = {
             tuple(sorted(next(stage for stage, end in enumerate(ends) if layer < end) for layer in pair))
@@ -140,7 +140,7 @@ class Choice:
 def layouts_of(problem: PlanProblem) -> Iterator[tuple[int, int, int]]:
     """(replicas, ranks of a replica, microbatches) that the keys allow; each microbatch has the same number of samples."""
     profile, held = problem.profile, problem.held
-    # What a sum over replicas takes is known with a link alone.
+    # The time of a sum over replicas is known only with a link.
     may_replicate = "parallel.num_replicas" not in held and profile.link is not None
     for replicas in _divisors(problem.num_ranks) if may_replicate else (problem.num_replicas,):
         ranks = problem.num_ranks // replicas
@@ -212,7 +212,7 @@ def _with_limits(problem: PlanProblem, start: Choice) -> Iterator[Choice]:
 
 
 def limits_of(problem: PlanProblem, choice: Choice, shape: float) -> tuple[int, ...]:
-    """Microbatches in flight: `shape` more per stage behind, and what `recompute.stash` allows."""
+    """Microbatches in flight: `shape` more per later stage, at most `recompute.stash`."""
     last, most, stash = choice.num_stages - 1, choice.num_microbatches, problem.policy
     wanted = (
         most if math.isinf(shape) and s < last else math.ceil(1 + (last - s and (last - s) * shape))
@@ -222,7 +222,7 @@ def limits_of(problem: PlanProblem, choice: Choice, shape: float) -> tuple[int, 
 
 
 def neighbours(problem: PlanProblem, choice: Choice) -> Iterator[Choice]:
-    """Choices that differ in one respect; of many stages all change alike, since so many single ones would take the work of all others."""
+    """Choices that differ in one respect. Many stages change together: one by one they would take all the work."""
     held, alone = problem.held, choice.num_stages <= _MOST_ALONE
     if "pipeline.balance" not in held and alone:
         for balance in _moved(choice.balance):
@@ -295,7 +295,7 @@ def _splits(problem: PlanProblem, schedule: str, segments: int | str) -> tuple[b
 
 
 def _ways(problem: PlanProblem) -> Iterator[tuple[Mode, int | str, tuple[Outputs, ...]]]:
-    """Mode, segments and selective: nothing recomputed, stages, parts of them, and stages without dear operations."""
+    """Mode, segments and selective: no R, R of stages, R of parts, and R without expensive operations."""
     held = problem.held
     modes = (Mode(held["recompute.mode"]),) if "recompute.mode" in held else (Mode.NEVER, Mode.OVERLAP)
     cuts = (problem.policy.segments,) if "recompute.segments" in held else _SEGMENTS

@@ -28,11 +28,11 @@ class World:
 def world_of(
     pipeline: PipelineConfig, parallel: ParallelConfig, cluster: ClusterConfig, num_ranks: int | None = None
 ) -> World:
-    """The world of `num_ranks` ranks that are there; None: of as many as are asked for.
+    """The world of `num_ranks` existing ranks; None: of as many as the keys ask for.
 
     Raises:
-        ValueError: the ranks do not make so many replicas of so many stages; with the factor that does not fit and the nearest
-            that do.
+        ValueError: the ranks do not make these replicas and stages; the message has the wrong factor and the nearest
+            right ones.
     """
     replicas, wanted = parallel.num_replicas, ranks_wanted(pipeline)
     there_are = num_ranks
@@ -40,7 +40,7 @@ def world_of(
         there_are = cluster.num_nodes * cluster.ranks_per_node
     if not isinstance(replicas, int):
         return World(_as_many_as_fit(pipeline, there_are, wanted), wanted or 1)
-    if replicas == 1:  # what does not fit then, the stages say
+    if replicas == 1:  # `place_stages` says what does not fit
         return World(1, num_ranks or wanted or there_are or max(cluster.num_nodes, _DEFAULT_RANKS))
     if wanted is None:
         return World(replicas, _share_of_each(replicas, there_are, cluster.num_nodes))
@@ -78,14 +78,14 @@ def _as_many_as_fit(pipeline: PipelineConfig, there_are: int | None, wanted: int
 
 
 def _share_of_each(replicas: int, there_are: int | None, num_nodes: int) -> int:
-    """The ranks of one replica, where its stages are as many as it has ranks for."""
+    """The ranks of one replica, if no key gives the number of its stages."""
     if there_are is None:
         return max(-(-num_nodes // replicas), _DEFAULT_RANKS)
     return grid_of(there_are, replicas).stage
 
 
 def _does_not_fit(pipeline: PipelineConfig, replicas: int, num_ranks: int, wanted: int) -> str:
-    """Which factor is wrong, where the other divides the ranks; and the number of ranks that both make."""
+    """The message: the ranks that both factors make, and which factor to change if the other fits."""
     text = (
         f"{num_ranks} ranks are not parallel.num_replicas={replicas} x {wanted} ranks of one replica ({_why(pipeline)}) = "
         f"{replicas * wanted}: start {replicas * wanted} ranks"

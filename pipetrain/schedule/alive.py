@@ -125,8 +125,8 @@ def _ended_before(schedule: Schedule, rank: int) -> dict[Op, list[int]]:
 
 
 def _peaks_with_copies(schedule: Schedule, rank: int) -> Iterator[tuple[int, SetPeak]]:
-    """Per stage of a rank as `peak_sets`. When number n of the ops that take a place, in `Schedule.order`, is the last that has started, at
-    most n sets have come, and those have gone that end before it starts. So n less these bounds what is there."""
+    """As `peak_sets`, for the stages of one rank. When the n-th op of `Schedule.order` that takes a place has started, at most n sets have
+    come, and those have gone whose end it waits for. So n minus these bounds the sets that are there."""
     before, taken = _ended_before(schedule, rank), Counter[int]()
     freed = {
         stage: [

@@ -34,7 +34,7 @@ def bound(
     keep a set at no cost, and the stage recomputes each set that it does not keep. `split_backward`: every backward is an I and a W, not a B.
 
     The proof is that of `bound_of`, but n_kept(s) is not known here; `policy` says which numbers a stage may keep. A kept set needs more
-    slot-time, a recomputed one time for R. T is the least time in which each stage has, for some number, time for its slots and its R.
+    slot-time, a recomputed one time for R. T is the least time in which each stage can keep a number of sets that slots and R allow.
     """
     wanted = RecomputePolicy.of(policy)
     wanted.check_stages(costs.num_stages)
@@ -123,7 +123,7 @@ def _reduces_by_stage(
 
 
 class _Links:
-    """Path times of one microbatch and the work of each stage, in seconds: 0 where there is no message or no backward.
+    """Seconds of one microbatch's path and of each stage's work: 0 where there is no message or no backward.
 
     `turn[s]` is B or I: the time from the gradient of a stage's output to that of its input. `after[s]` is the rest of that backward.
     Both are those of the shortest form. `backward[s]` sums up all microbatches; `late[s]` is the part of it that may follow the last turn.
@@ -180,8 +180,8 @@ class _Links:
         return sum(self.turn[:stage]) + sum(self.hop_backward[:stage]) + self.end()
 
     def in_places(self, stage: int, kept: int, away: int, recomputed: int) -> float:
-        """The least step, in seconds, in which the slots of `stage` have time for so many kept, offloaded and recomputed sets, and its copies
-        for those that are offloaded."""
+        """The least step, in seconds, with time in the slots of `stage` for so many kept, offloaded and recomputed sets, and for
+        the copies."""
         places = self.places[stage]
         if places is None:
             return 0.0
@@ -204,7 +204,7 @@ class _Links:
         def seconds(away: int) -> float:
             return self.in_places(stage, number - away, away, microbatches - number)
 
-        # With each offloaded set the slots get emptier, if at all, and the copies more: the least lies where the two meet.
+        # Each offloaded set takes less slot time, if at all, and more copy time: the least step is where both are equal.
         falls = bisect.bisect_left(range(number), True, key=lambda away: seconds(away + 1) >= seconds(away))
         return number - falls, falls
 

@@ -16,10 +16,10 @@ class OpEvent:
     """One op that ran: `start` and `end` in seconds on a clock that all ranks of the timeline share.
 
     A RECV starts when it is posted and ends when the tensor has arrived; a SEND ends when its tensor has left. A REDUCE_GRAD starts
-    when its stage's gradients are whole, and ends when it has the sum.
+    when the gradients of its bucket are ready, and ends with the sum.
 
-    Between the op before and this one the rank's thread ran for `ran_seconds`, waited for a message for `waited_seconds`, and was ready and
-    not run for `stalled_seconds`. They are measured where a host does not run ahead of its device, and 0 elsewhere.
+    Between the op before and this one the rank's thread ran for `ran_seconds`, waited for a message for `waited_seconds`, and was ready
+    but not running for `stalled_seconds`. Where the host runs ahead of its device they are not measured and 0.
     """
 
     rank: int
@@ -41,7 +41,7 @@ class Timeline:
 
     @functools.cached_property
     def start(self) -> float:
-        """When the first F, R or B of any rank started; of a step without any, the first REDUCE_GRAD."""
+        """When the first op that computes started on any rank; without one: the first event."""
         starts = (event.start for event in self.events if event.op.kind.computes)
         return min(starts, default=min((event.start for event in self.events), default=0.0))
 

@@ -53,7 +53,7 @@ def closed_up(draft: Schedule) -> Schedule:
 def orders_of_w(closed: Schedule, costs: Costs, given: Schedule | None = None) -> tuple[Schedule, ...]:
     """Orders to choose from: each W right behind its I, or where `given` has it; and each W where its rank would wait.
 
-    Where an op needs the activation slot that it holds, a W comes earlier than `given` has it.
+    If an op needs the activation slot that a W holds, that W comes earlier than in `given`.
     """
     if given is None:
         return closed, _where_ranks_wait(closed, costs, max(peak_stash(closed), default=0))
@@ -97,7 +97,7 @@ def _merged(compute: Sequence[Op], needs: Mapping[Op, Sequence[Op]], position: P
             continue
         needed = {rest for one in with_recompute((op,), lambda _: True) for rest in needs.get(one, ())}
         due = [rest for rest in waiting if position(rest) < position(op)]
-        for rest in needed.intersection(waiting):  # those of its stage keep their order
+        for rest in needed.intersection(waiting):  # W of one stage keep their order
             due += [one for one in waiting[: waiting.index(rest) + 1] if one.stage == rest.stage and one not in due]
         waiting = [rest for rest in waiting if rest not in due]
         yield from sorted(due, key=position)
@@ -108,7 +108,7 @@ def _merged(compute: Sequence[Op], needs: Mapping[Op, Sequence[Op]], position: P
 def _needs(closed: Schedule, most: int | None) -> dict[Op, list[Op]]:
     """For each op that opens a set, the W that must come before it. With K slots, set number n takes the slot that W number n - K frees.
 
-    `recompute.stash` limits F in the same way. If nothing limits the slots, `most` takes their place.
+    `recompute.stash` limits F in the same way. If nothing limits the slots, `most` is their number.
     """
     needs: defaultdict[Op, list[Op]] = defaultdict(list)
     overlaps, never = closed.policy.mode is Mode.OVERLAP, closed.policy.mode is Mode.NEVER

@@ -13,8 +13,8 @@
     REDUCE_GRAD reduce                                                          reduce
     ...                                 * the recompute lane where recomputation overlaps
 
-Code asks the row of a kind (`op.kind.row`), never its name. To add one: its spelling in `Kind`, its row in `_ROWS`, and its position in
-`PASS_SEQUENCES`, if a microbatch passes a stage by it; the executor has one entry for it.
+Code asks the row of a kind (`op.kind.row`), never its name. To add a kind, add it to `Kind` and its row to `_ROWS`; if it is part of a forward
+or a backward, add it to `PASS_SEQUENCES`; and give the executor an entry for it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Holding(enum.Enum):
     STASH = "stash"  # its input or its set, from F to the end of its backward
     KEPT_SET = "kept set"  # the set of F, where it is kept
     RECOMPUTED_SET = "recomputed set"  # where it is not, from R on
-    HOST_SET = "set on the host"  # beside the device, from the start of OFFLOAD to the end of RELOAD
+    HOST_SET = "set on the host"  # in host memory, from the start of OFFLOAD to the end of RELOAD
 
 
 _EVERYTHING = frozenset({Holding.STASH, Holding.KEPT_SET, Holding.RECOMPUTED_SET})
@@ -179,14 +179,14 @@ _ROWS: Mapping[Kind, KindRow] = {
     Kind.REDUCE_GRAD: KindRow(Lane.REDUCE, per_stage=True, peer_kind=Kind.REDUCE_GRAD, cost="reduce"),
 }
 
-# The ops by which a microbatch passes a stage in each direction: all of one sequence, in this order. The first op reads the boundary tensor
-# and writes that of the next stage. After the last op backward the stage holds nothing of the microbatch. The first sequence is the default.
+# The ops of a microbatch on a stage, by direction: all ops of one of these sequences, in order. The first op reads the boundary tensor
+# and writes that of the next stage. After the last op of a backward the stage holds nothing of the microbatch. Default: the first.
 PASS_SEQUENCES: Mapping[Direction, tuple[tuple[Kind, ...], ...]] = {
     Direction.FORWARD: ((Kind.F,),),
     Direction.BACKWARD: ((Kind.B,), (Kind.I, Kind.W)),
 }
 MESSAGE_LANES = (Lane.SEND, Lane.RECV)
-COPY_LANES = (Lane.OFFLOAD, Lane.RELOAD)  # down and up; a copy does not occupy the rank
+COPY_LANES = (Lane.OFFLOAD, Lane.RELOAD)  # to the host, back; a copy occupies no rank
 # In these lanes an op may start once the host has started the op before it in its queue; they end in their order.
 TRANSFER_LANES = (*MESSAGE_LANES, Lane.REDUCE)
 

@@ -1,6 +1,6 @@
 """The pass for devices: in which order each host launches its ops, and what transfers and their tensors wait for there.
 
-A device has streams: its host launches an op and goes on, perhaps by a whole step, while the device still waits for the
+A device has streams: its host launches an op and goes on, maybe a whole step ahead, while the device waits for the
 first message. A host cannot take back a launch. An op may also wait for all ops that its rank launched before. For example,
 the allocator or the loading of a kernel waits for the whole device, streams share a queue of the hardware, or a device
 runs one transfer at a time. Any such wait may hang all ranks. So ranks launch in one order:

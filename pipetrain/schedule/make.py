@@ -120,7 +120,7 @@ def _without_copies(spec: ScheduleSpec, costs: Costs) -> Schedule:
 
 
 def _with_copies(spec: ScheduleSpec, costs: Costs) -> Schedule:
-    """The fastest schedule of those in which `offload.py` places the sets, and, unless all sets go to the host, the one without copies."""
+    """The fastest of the schedules in which `offload.py` places the sets and, unless offload=always, of the one without copies."""
     plain = _without_copies(
         dataclasses.replace(spec, policy=dataclasses.replace(spec.policy, offload=Offload.NONE)), costs
     )
@@ -141,7 +141,7 @@ def _with_copies(spec: ScheduleSpec, costs: Costs) -> Schedule:
     if spec.family == AUTO:
         seconds = simulate(_fastest(found, costs), costs).step_seconds
         for order in by_rule(problem_of(spec, costs), seconds):
-            with contextlib.suppress(ValueError):  # of one moment, ops of length 0 may change places
+            with contextlib.suppress(ValueError):  # ops of length 0 at one moment may swap places
                 schedule = held_to(spec, lanes_of_ranks(spec, order))
                 check(schedule)
                 found.append(schedule)
@@ -152,7 +152,7 @@ def held_to(spec: ScheduleSpec, order: ComputeLanes) -> Schedule:
     """The schedule in which each R starts no earlier than where `order` has it.
 
     Raises:
-        ValueError: an op that is none of its rank's.
+        ValueError: an op that its rank may not run.
     """
     return hold_back(_as_ordered(spec, _checked(order, spec.name, spec.shape)), order)
 
@@ -240,7 +240,7 @@ def _needed(ops: Sequence[Op], first_backward: int) -> tuple[Op, ...]:
 
 
 def lower(draft: Schedule, chosen: Sets, costs: Costs, orders: OrdersOfW | None = None) -> Schedule:
-    """The passes, in order; `chosen` are the sets to keep besides those that B reads at once.
+    """The passes, in order; `chosen` are the sets to keep besides those of a B right after F.
 
     In a draft with I and W, each W is right behind its I. `orders` then makes the orders of W to choose from.
     """

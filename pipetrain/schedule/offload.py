@@ -52,7 +52,7 @@ _Pair = tuple[int, int]  # of a set of a stage: the number in the lane of the op
 
 @dataclass(frozen=True)
 class CopyRule:
-    """What the rule leaves open, in copies: how long a set must be unused to be offloaded, and how much sooner than needed RELOAD begins."""
+    """The rule's parameters, in durations of a copy: how long a set must be unused to be offloaded, and how early RELOAD begins."""
 
     margin: float = 2.0
     early: float = 0.0
@@ -104,7 +104,7 @@ class _Stage:
         bisect.insort(self.gone if where is _Where.GONE else self.away, pair)
 
     def next_of(self, missing: list[_Pair]) -> _Pair | None:
-        """The first of them that may take a place: one is left to the first missing set of all."""
+        """The first in `missing` to get a place; one stays for the first missing set of all."""
         pair = next((pair for pair in missing if self.where[pair[1]] is not _Where.GOING), None)
         return pair if pair is not None and self.free > (self.missing != [pair]) else None
 
@@ -184,7 +184,7 @@ class _Placement:
         self._numbers = itertools.count()
 
     def to_end(self) -> float:
-        """Runs all ops; when the last of them ends, or infinity if they come to a stop, as W may stand too far behind I for the places."""
+        """Runs all ops; returns when the last ends, or infinity if they stop, because a W stands too far behind its I for the places."""
         moments, now = self._moments, 0.0
         for rank in range(len(self.ranks)):
             for time in (0.0, *self._arrived.values()):

@@ -1,8 +1,8 @@
 """One unit of work in a schedule, and its one spelling.
 
     2R1        stage 2 recomputes microbatch 1        0SEND_F1    stage 0 sends the output of microbatch 1 on
-    2R1.3      only part 3 of the stage               0SEND_F1>3  ... to stage 3, which is not its neighbour
-    2STEP      the optimizer step of stage 2          3REDUCE_GRAD.0>0 stage 3 adds up bucket 0 of its gradients with stage 0
+    2R1.3      only part 3 of the stage               0SEND_F1>3  ... to stage 3 (but `check` refuses it)
+    2CALL1     the user's function, on stage 2        3REDUCE_GRAD.0>0 stage 3 adds up bucket 0 of its gradients with stage 0
                                                       2REDUCE_GRAD.0   ... stage 2 with the other replicas
 
 This is the spelling of torch.distributed.pipelining plus `R`; `kinds.py` has the kinds.
@@ -17,7 +17,7 @@ from pipetrain.schedule.kinds import MESSAGE_LANES, REDUCING, Kind, Lane
 
 __all__ = ["Kind", "Lane", "Op", "Queue", "queue_of"]  # Kind and Lane are re-exported
 
-Queue = Lane | tuple[int, Kind]  # ops of a rank that run, or are posted, in their order
+Queue = Lane | tuple[int, Kind]  # names a queue: a lane, or of messages (stage, kind)
 
 _SPELLING = re.compile(
     r"(?P<stage>\d+)(?P<kind>[A-Z_]*[A-Z])(?P<microbatch>\d+)?(?:\.(?P<part>\d+))?(?:>(?P<peer>\d+))?"

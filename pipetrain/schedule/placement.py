@@ -5,7 +5,7 @@
                           more stages per rank repeat this
     list   [2, 0, 1]      whatever suits the machines
 
-Its one other form is `stage_ranks`: stage s lives on rank `stage_ranks[s]`.
+Other code gets `stage_ranks`: stage s lives on rank `stage_ranks[s]`.
 """
 
 from __future__ import annotations

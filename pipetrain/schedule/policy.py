@@ -38,7 +38,7 @@ class Offload(enum.StrEnum):
     """Whether sets go to host memory between F and B: copied there, and back before their B, beside the ops that compute."""
 
     NONE = "none"
-    AUTO = "auto"  # each set is kept, recomputed or offloaded, as the order finds best
+    AUTO = "auto"  # each set is kept, recomputed or offloaded, whichever is faster
     ALWAYS = "always"  # each set but those whose B comes right after their F
 
 
@@ -46,7 +46,7 @@ class LastStage(enum.StrEnum):
     """What the last stage does, which has nothing to wait for between F and B."""
 
     AUTO = "auto"  # F0 B0 F1 B1 ...: no R, one set held
-    ALWAYS = "always"  # R there too, as the peers do
+    ALWAYS = "always"  # R too, as in other libraries
 
 
 SQRT, LAYERS = "sqrt", "layers"  # values of recompute.segments; a number is another
@@ -111,7 +111,7 @@ class RecomputePolicy:
     `segments` is the number of parts in which a stage is recomputed, from the last to the first: a number, `sqrt` (of the stage's number of
     layers) or `layers` (each layer is a part). Only the inputs of the parts stay between F and B. A slot then holds one part of a set: `sets` may
     be a multiple of 1 / segments; a kept set takes one slot per part. With less than one set the last stage recomputes as well. `sets=None` is
-    one slot. `parts` are the layers in each part of each stage; `shares` are the parts' fractions of their stage's work, where that is known
+    one slot. `parts` are the numbers of layers in the parts of each stage; `shares`, if known, the parts' fractions of its work
     (`of_layers`). With `mode=never` only replicas use parts: they sum the gradients of a part as soon as these are complete.
 
     `offload`: whether sets may go to host memory, where a stage has at most `host_sets` of them at once (None: any number). An offloaded set

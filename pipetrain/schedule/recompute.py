@@ -42,7 +42,7 @@ def add_recompute(schedule: Schedule, chosen: Sets = frozenset()) -> Schedule:
     it decides itself what is recomputed. Copies go to lanes of their own; the lanes with which they came become its `order`.
 
     Raises:
-        ValueError: the schedule itself has R, but the mode or the schedule says that their sets are kept; or copies, and the policy has none.
+        ValueError: the schedule has R of sets that the mode or it itself keeps, or copies although the policy has none.
     """
     backwards = _places(schedule, _FIRST_READERS)
     written = _places(schedule, {RECOMPUTE})
@@ -184,7 +184,7 @@ def order_of(schedule: Schedule) -> ComputeLanes:
 
 
 def of_lanes(lanes: Sequence[Sequence[Op]]) -> ComputeLanes:
-    """The lanes of all ranks, which say themselves what is kept."""
+    """`lanes` as lists; `AllKept` if without R and OFFLOAD."""
     own = list(map(list, lanes))
     return own if any(op.kind in (RECOMPUTE, OFFLOAD) for lane in own for op in lane) else AllKept(own)
 
@@ -193,7 +193,7 @@ def of_lanes(lanes: Sequence[Sequence[Op]]) -> ComputeLanes:
 
 
 def kept_patterns(draft: Schedule) -> Iterator[Sets]:
-    """The sets to keep, for each pattern for which there are slots. The first pattern keeps none; without a choice it is the only one.
+    """Choices of sets to keep: one per pattern, as far as slots allow. The first keeps none; without a choice it is the only one.
 
     GPipe, 2 slots                   1F1B with 3 in flight, 2 slots, one of them left to R
     F0 F1 F2 F3 B0 B1 B2 B3          F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 ...
@@ -215,7 +215,7 @@ def kept_patterns(draft: Schedule) -> Iterator[Sets]:
         yield fill_places(draft, for_recompute, range(microbatches), from_the_end=True)
 
 
-_MOST_FOR_RECOMPUTE = 1  # slots that a pattern leaves to R alone: more of them bring R hardly earlier
+_MOST_FOR_RECOMPUTE = 1  # slots that a pattern leaves to R alone: more hardly let R run earlier
 
 
 def fill_places(
@@ -254,9 +254,7 @@ class _Places:
         self._most_kept = size - for_recompute
         self._needed = [0] * len(own)
         self._kept = [0] * len(own)
-        self._lives: dict[
-            int, tuple[int, int, int]
-        ] = {}  # of each microbatch the places of F, first reader and last op
+        self._lives: dict[int, tuple[int, int, int]] = {}  # per microbatch the positions of F, first reader, last op
         for op in own:
             if op.kind in KEEPS_SET:
                 way = draft.way(Direction.BACKWARD, stage, op.microbatch)
@@ -269,7 +267,7 @@ class _Places:
     def keep(self, microbatch: int) -> bool:
         """Keep a set if that leaves enough slots for the others. Returns whether it is kept."""
         start, read, end = self._lives[microbatch]
-        before, then = self._per_set, self._per_set - 1  # more than with a late R: before its reader, and from there
+        before, then = self._per_set, self._per_set - 1  # slots more than with the latest R: before its reader, then
         if max(self._needed[start:read], default=0) + before > self._size:
             return False
         if then and max(self._needed[read : end + 1], default=0) + then > self._size:

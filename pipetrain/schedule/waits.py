@@ -89,12 +89,12 @@ def _recompute_waits(schedule: Schedule, rank: int, compute: tuple[Op, ...]) -> 
 
 
 def _waits_with_copies(schedule: Schedule, rank: int) -> Iterator[Wait]:
-    """[2] [3] [8] [9]; where R stands in the compute lane, its order says the same."""
+    """The waits [2] [3] [8] [9]; an R in the compute lane has that lane's order."""
     overlaps = schedule.policy.mode is Mode.OVERLAP
     taken, copies = defaultdict[int, int](int), defaultdict[tuple[int, Kind], list[Op]](list)
     freed = defaultdict[tuple[int, bool], list[tuple[int, Op]]](
         list
-    )  # per stage, by copies and by others: how many there were, and the op
+    )  # by stage and whether a copy: the ops that free slots, numbered
     ends = defaultdict[int, int](int)
     for op in schedule.order[rank]:
         stage, in_compute = op.stage, op.kind.row.lane_in(overlaps) is Lane.COMPUTE

@@ -114,7 +114,7 @@ def _ends(tokenizer: Tokenizer, model: ModelConfig) -> tuple[int, ...]:
 
 
 def _context(config: RunConfig) -> int | None:
-    """The longest text that the model was made for: what ours were trained on, and what the config of another's says."""
+    """The longest text for the model: for ours the sequence length of its training, else what its config says."""
     if config.model.path is None:
         return max(2, *(phase.config.data.sequence_length for phase in phases_of(config)))
     return family_of(config.model).longest_of(config.model)

@@ -41,7 +41,7 @@ def _mean(output: Tensor, _: Tensor) -> Tensor:
 
 
 def measure_links(num_stages: int) -> list[Link] | None:
-    """The link behind each stage but the last, on rank 0; None on the others. On every rank of a pipeline of so many stages.
+    """The link behind each stage but the last, on rank 0; None on the others. Collective, over so many stages.
 
     1F1B has an activation and a gradient on each link at once. A hop lasts from when both ends are ready to the arrival.
     """

@@ -118,7 +118,7 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
         of = "numbers of layers" if size.flops_per_layer is None else "parameters"
         note += f"{note and '; '}layers of model=python are balanced by {of}, until plan.profile names a file of `pipetrain profile`"
     tied, found = plan.tied_stages(size.tied), None
-    # As it was asked for: of replicas that are `auto` one may be left, with nothing to share.
+    # With the keys as given: `num_replicas=auto` may leave one, with nothing to share.
     check_engine(given, world.num_replicas, tied)
     policy_of(config).check_layers(plan.num_layers)
     _refuse_profile_without_layers(config)
@@ -132,7 +132,7 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
 
 
 def _balanced(config: RunConfig, plan: Plan, size: ModelSize) -> tuple[Plan, str]:
-    """With pipeline.balance=auto the plan whose step is shortest, R counted, and a line that says so; else the plan as it is."""
+    """With pipeline.balance=auto the plan of the shortest step, R included, and a line about it; else the plan as it is."""
     if config.pipeline.balance != "auto" or config.engine.name != NATIVE or not _tells_of_layers(config):
         return plan, ""
     policy = _in_parts(config, plan.balance, size)
@@ -143,7 +143,7 @@ def _balanced(config: RunConfig, plan: Plan, size: ModelSize) -> tuple[Plan, str
 
 
 def _tells_of_layers(config: RunConfig) -> bool:
-    """Whether something says what a layer costs: a run's profile and lists of `cost.*` are of stages."""
+    """Whether costs are known per layer: a run's profile and lists of `cost.*` have them per stage."""
     given = config.plan.profile
     if given is not None:
         return bool(read_profile(given).layers)
@@ -184,7 +184,7 @@ def prepare_phases(
 
 
 def predict(config: RunConfig, measured: Costs | None = None) -> Shown:
-    """The schedule of `config` with its step simulated on `cost.*`, or on what was `measured`. Model, data and balance are not looked at.
+    """The schedule of `config`, simulated on `cost.*`, a profile or what was `measured`. Model and balance are read only for layers.
 
     Raises:
         ValueError: an unknown family, or numbers out of range or that do not fit each other.
@@ -208,8 +208,8 @@ def predict(config: RunConfig, measured: Costs | None = None) -> Shown:
 
 
 def predict_mesh(config: RunConfig, schedule: Schedule) -> tuple[Mesh, str]:
-    """The mesh of the replicas that run `schedule`, which `predict` made of `config`; and why it does not know what ranks hold and send,
-    where model and data do not tell or make no such run ("": it does).
+    """The mesh of the replicas that run `schedule`, which `predict` made of `config`; and why what ranks hold and send is not known, where model
+    and data do not tell it ("": it is known).
 
     Raises:
         ValueError: the ranks do not make so many replicas.
@@ -283,7 +283,7 @@ def _with_replicas(config: RunConfig, num_replicas: int) -> RunConfig:
 
 
 def _costs_shown(config: RunConfig, stage_ranks: tuple[int, ...]) -> tuple[Costs, RecomputePolicy]:
-    """With the layers of each stage, where a profile knows them or the number of parts depends on them."""
+    """Costs and policy; by the layers of each stage if a profile knows them or parts depend on them."""
     policy, given = policy_of(config), config.plan.profile
     costs_of, alike = _costs(config, len(stage_ranks)), (1,) * len(stage_ranks)
     knows_layers = given is not None and bool(read_profile(given).layers)

@@ -1,7 +1,7 @@
 """After which steps the ranks report what ran when: so often that it costs little.
 
-Loss, learning rate and gradient norm are known on every rank and written after each step. Events go up the chain of ranks, are taken apart
-and drawn by rank 0: after the first steps, then after every so many, which rank 0 fixes once, by what the first ones cost it.
+Loss, learning rate and gradient norm are known on every rank and written after each step. Events go up the chain of ranks and are taken
+apart and drawn by rank 0: after the first steps, then after every n-th. Rank 0 fixes n once, by what the first reports cost.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class TokensSeen:
         self.total = Tokens(self.total.all + tokens.all, self.total.counted + tokens.counted)
 
     def state_dict(self) -> dict[str, Any]:
-        """What JSON can say."""
+        """As plain JSON."""
         stream = {} if self._batches is None else self._batches.state_dict()
         return {**self.total._asdict(), **({"stream": stream} if stream else {})}
 
@@ -90,7 +90,7 @@ class TokensSeen:
 
 @dataclass(frozen=True)
 class OverReplicas:
-    """One rank's; `replicas` are the ranks that stand where it does in each replica, None where there is one."""
+    """What a rank shares with `replicas`, the ranks at its place in each replica; None: there is one."""
 
     share: Share | None  # of a batch; None: all of it
     shard: Shard  # of the weights at the end of the run
@@ -171,7 +171,7 @@ class Steps:
         return 2 * signum + self.snapshots.clock_asks()
 
     def run(self, asked: Callable[[], int], agree: Callable[[int], int]) -> int:
-        """All steps from the snapshots' first on, or until `asked`, the largest `request` of all ranks, has a signal; returns it, or 0. `agree`
+        """Runs all steps from the snapshots' first or until `asked`, the largest `request` of all ranks, has a signal; returns it or 0. `agree`
         gives the largest number that any rank gave.
 
         The engine was made for the phase of the first of them.
@@ -278,8 +278,8 @@ class Steps:
         )
 
     def finish(self, ranks: Together) -> None:
-        """Each rank of the first replica writes its part of the model, for `generate`, `export` and `init_from`; then a snapshot on its
-        way. Collective.
+        """Each rank of the first replica writes its part of the model, for `generate`, `export` and `init_from`; then a save is
+        waited for. Collective.
         """
         save_weights(self.folder.weights, self.engine.weights(), self.spec, ranks, self.replicas.shard)
         self.snapshots.finish()
@@ -323,7 +323,7 @@ class Steps:
             phase.watch.add(step, *known.ops.timelines)
 
     def _evaluate(self, phase: PhaseSteps, step: int) -> None:
-        """Where it is time to. Collective."""
+        """Evaluates when due. Collective."""
         if step == self.config.num_steps:
             return
         every = self.config.observe.eval_every_steps
@@ -366,7 +366,7 @@ class Steps:
 
 
 def equal_work(plan: Plan, size: ModelSize) -> dict[int, tuple[tuple[str, ...], ...]]:
-    """What each rank of a replica has to do, stage by stage; empty where it is not known."""
+    """The kinds of each rank's layers, stage by stage; empty where they are not known."""
     if size.kinds is None:
         return {}
     return {

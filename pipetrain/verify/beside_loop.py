@@ -48,7 +48,7 @@ _LOADED = ["torch", "torch._dynamo", "pipetrain.runtime.pipeline"]
 
 
 def forking() -> ForkServerContext:
-    """Where processes are made: they are forked from one that has loaded what takes each seconds, and has not touched CUDA."""
+    """The context of new processes: forked from one that has loaded torch, which takes seconds, but has not touched CUDA."""
     context = mp.get_context(START_METHOD)
     context.set_forkserver_preload(_LOADED)
     return context
@@ -257,7 +257,7 @@ def is_named(error: BaseException) -> bool:
 def differences(
     ours: Trace, theirs: Trace, within: Callable[[str], float] = lambda _: 0.0
 ) -> Iterator[tuple[str, float]]:
-    """What `ours` has that is not bit for bit the same in `theirs`, with the largest difference; NaN equals NaN. `within` says of what by how
+    """What `ours` has that is not bit for bit the same in `theirs`, with the largest difference; NaN equals NaN. `within(name)` is by how
     much it may differ: the norm of the difference over the norm in `theirs`."""
     for what, value in ours.items():
         expected = theirs.get(what)

@@ -102,7 +102,7 @@ def try_apart(
 ) -> Iterator[tuple[Way, Found]]:
     """What `attempt` finds, way by way, in another process: after one that hangs the others are left out."""
     left = list(ways)
-    while left:  # in a new process what one that died has left
+    while left:  # a new process takes over from one that died
         ours, theirs = forking().Pipe(duplex=False)
         process = forking().Process(target=_work, args=(theirs, attempt, left), daemon=True)
         process.start()

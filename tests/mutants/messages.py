@@ -216,7 +216,7 @@ MUTANTS = (
     Mutant(
         "lanes do not join at the end of a step",
         "pipetrain/comm/lanes.py",
-        "                self.device.follow(stream, caller)  # what one lane has read another may be given, whoever calls next\n",
+        "                self.device.follow(stream, caller)  # memory that one lane has read may go to another\n",
         "                pass\n",
         ("tests/runtime/test_device.py",),
     ),

@@ -244,7 +244,7 @@ MUTANTS = (
     Mutant(
         "costs are rounded up before something is proven",
         "pipetrain/schedule/search/polish.py",
-        "math.floor(time / unit + 1e-6)",
+        "math.floor(time / unit + (0.5 if nearest else 1e-6))",
         "math.ceil(time / unit - 1e-6)",
         ("tests/plan/test_search.py", "-k", "beats"),
     ),

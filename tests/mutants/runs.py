@@ -314,8 +314,8 @@ MUTANTS = (
     Mutant(
         "a way that dies takes the rest with it",
         "pipetrain/verify/own_layers.py",
-        "    while left:  # in a new process",
-        "    if left:  # in a new process",
+        "    while left:  # a new process",
+        "    if left:  # a new process",
         ("tests/zoo/test_own_layers.py", "-k", "hangs_or_dies"),
     ),
     Mutant(

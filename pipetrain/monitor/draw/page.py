@@ -271,12 +271,12 @@ def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
 
 
 def _or_zero(seconds: float, rank: RankBreakdown) -> float:
-    """What rounding leaves of nothing is nothing."""
+    """`seconds`, or 0 for a rounding error."""
     return seconds if seconds > 1e-12 * (rank.busy_seconds + rank.bubble_seconds) else 0.0
 
 
 def _causes_in(breakdown: Sequence[RankBreakdown]) -> dict[str, tuple[str, str, str, str]]:
-    """All, but of these those alone that are there."""
+    """All causes, but rare ones only if they occur."""
     rare = ("reduce", "copy", "host", "hand-over", "machine")
     found = {head for head in rare if any(getattr(rank, CAUSES[head][0]) > 0 for rank in breakdown)}
     return {head: cause for head, cause in CAUSES.items() if head in found or head not in rare}

@@ -14,7 +14,7 @@ _NARROWEST_RULE = 3  # markdown wants three characters below a column's head
 
 @dataclass(frozen=True)
 class Table:
-    """`rows` below a `head`, cell by cell. Columns stand to the right, as numbers do, but for those in `left`. `words` say below what
+    """`rows` below a `head`, cell by cell. Columns are right-aligned, but for those in `left`. `words` say below what
     columns or rows mean: each its name and a sentence."""
 
     head: Row

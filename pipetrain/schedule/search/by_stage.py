@@ -1,14 +1,14 @@
-"""Orders in which sets go to host memory, a stage at a time, from the last to the first, for a step of a given length.
+"""Finds orders with copies to host memory for a step of a given length: stage by stage, the last one first.
 
     stage 3    F0 B0 F1 B1 F2 B2 ...        at the pace of the slowest stage
     stage 2    its F end before those of stage 3 begin, its B begin after those of stage 3 have ended; F late, B early
     stage 1    the same with stage 2 ...    until stage 0 has its order, or some stage has none
 
-What a stage leaves to the one before is a deadline for each F and a moment for each gradient; F as late and B as early as possible leaves the
-most. If a stage has no order, or none is found, a longer step or another start of the last stage is tried. Each stage alone is small:
+A stage gives the one before it a deadline for each F and a moment for each gradient; late F and early B give it the most
+time. If a stage has no order, or none is found, a longer step or another start of the last stage is tried. Each stage alone is small:
 
     by_rule      the rule of `offload.py` places its sets. Its F and B come in the order of these moments, F some time before its deadline, so
-                 that there is room for R; the times and rules that keep all deadlines compete
+                 that there is room for R; of the tries in time the best counts
     by_solver    constraint programming (CP-SAT of ortools) starts from there: the starts of all ops, and for each set whether it is kept,
                  recomputed or offloaded. A joint model of all stages, with five ops per set and stage, finds nothing in minutes
 
@@ -37,17 +37,17 @@ from pipetrain.schedule.search.list_order import Effort, ListedOrder, OrderProbl
 from pipetrain.schedule.search.polish import in_units, solved, unit_of
 
 (_FORWARD,) = PASS_SEQUENCES[Direction.FORWARD][0]
-# Of the effort, for one attempt at a step, in turn: many short ones find more than a few long ones.
+# Shares of the effort, one per attempt at a step: many short ones find more than a few long ones.
 _SHARES = (0.01, 0.01, 0.02, 0.02, 0.04, 0.04, 0.08, 0.08, 0.16, 1.0)
 _FINEST = 1 / 500  # of a step: steps this close are not told apart
-_AHEAD = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 1e6)  # R before its deadline that F runs
+_AHEAD = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 1e6)  # so many R early F ends
 _TRIES = list(itertools.product(_AHEAD, map(CopyRule, (2.0, 2.0, 2.5, 3.0, 3.0, 2.5), (0.0, 0.5, 0.25, 0.0, 0.5, 1.0))))
 random.Random(0).shuffle(_TRIES)  # so that the first of them are of all sorts
 _MOST_PLACED = 2**16  # microbatches that `by_rule` places: a second or two
 _ATTEMPTS = 8  # that it makes at most
 _MOST_HINTED = 2**13  # microbatches that the rule places for one stage before the solver begins
 _ROUNDING = 1e-6
-_COARSE = 4  # parts of an F, in the coarser of two units
+_COARSE = 4  # coarse units in the shortest F
 _VARIANTS = 3  # of the last stage
 
 Bounds = tuple[list[int], list[int]]  # when each F must have ended, and when each gradient is there
@@ -77,7 +77,7 @@ def by_solver(
 ) -> Iterator[ListedOrder]:
     """As `by_rule`, by constraint programming; the same ones on any machine if the effort is in steps.
 
-    The first half of the effort goes to times in quarters of an F, where hops count nothing: in finer ones the solver finds less. `step_of`
+    The first half of the effort goes to times in quarters of an F, where short hops are 0: in finer ones the solver finds less. `step_of`
     simulates an order on the real times.
     """
     fine, coarse = unit_of(problem.costs, seconds), min(filter(None, problem.costs.forward), default=0.0) / _COARSE
@@ -101,7 +101,7 @@ def _shorter(
     attempt: Callable[[int], Lanes | None],
     is_over: Callable[[], bool],
 ) -> Iterator[ListedOrder]:
-    """The orders of attempts at steps: at the least one that any order could take, then halfway to the best so far."""
+    """Orders by bisection of the step: first the lower bound, then halfway between what failed and the best so far."""
     least, best = math.ceil(problem.least_seconds() / unit - 1e-6), math.ceil(seconds / unit - 1e-6)
     hopeless = least - 1
     while best - hopeless > max(1, best * _FINEST) and not is_over():
@@ -117,7 +117,7 @@ def _shorter(
 def _in_turn(
     problem: OrderProblem, step: int, variant: int, solve: Callable[[_Window, Bounds], Starts | None]
 ) -> Lanes | None:
-    """The ops of each stage, each from the moments that the next one leaves it; None: a stage has no order, as far as `solve` finds."""
+    """The ops of each stage, made to the bounds that the next stage sets; None: `solve` finds no order for a stage."""
     lanes, bounds = [], _NO_BOUNDS
     for stage in reversed(range(problem.num_stages)):
         window = _Window(problem, stage, step)
@@ -143,7 +143,7 @@ class _Window:
         self.seconds = {kind: round(costs.of(kind)[stage]) for kind in (*self.kinds, RECOMPUTE, OFFLOAD)}
         self.turn = problem.way_back[0]
         turns, before = costs.of(self.turn), range(stage)
-        # The first F cannot come earlier than by the F and hops before it, those behind it not closer than the slowest of these.
+        # The first F comes after all F and hops before it; the others follow no faster than the slowest of these.
         self.head = round(sum(costs.forward[:stage]) + sum(costs.hop_forward[:stage]))
         self.pace = round(max((*costs.forward[:stage], *costs.hop_forward[:stage]), default=0))
         late = sum(costs.of(kind)[first] for kind in problem.way_back[1:])
@@ -159,7 +159,7 @@ class _Window:
         return self.step - self.tail - (self.microbatches[-1] - number) * max(self.pace_back, self.seconds[self.turn])
 
     def ops(self, kind: Kind) -> list[Op]:
-        """Those of a kind, of each microbatch; none where the stage has no backward."""
+        """The ops of a kind, one per microbatch; none if there is no backward."""
         return [Op(self.stage, kind, i) for i in self.microbatches if kind in self.kinds]
 
     def span(self, op: Op, bounds: Bounds) -> tuple[int, int]:
@@ -274,7 +274,7 @@ def _put_off(window: _Window, bounds: Bounds, starts: dict[Op, float]) -> None:
 
 
 class _Solver:
-    """Attempts at steps, with what is left of the effort."""
+    """Solves stages until the effort is spent."""
 
     def __init__(self, problem: OrderProblem, effort: Effort) -> None:
         self._cp_model: Any = importlib.import_module("ortools.sat.python.cp_model")
@@ -400,7 +400,7 @@ class _Model:
         return make(begin, length, self._ended(last), *chosen, f"until {last}")
 
     def _add_sums(self) -> None:
-        """The work of the stage, and the time for which its sets take places, fit into its time: redundant, and much of the proof."""
+        """Redundant rules that help the solver's proof: the stage's work, and the slot time of its sets, fit into its time."""
         window, seconds, places = self._window, self._window.seconds, self._window.problem.places_of(self._window.stage)
         back = sum(seconds[kind] for kind in window.kinds[1:])
         late, room = back - seconds[window.turn], window.step - window.head

@@ -33,7 +33,7 @@ from pipetrain.schedule.messages import writes_boundary
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import Keep, Mode, RecomputePolicy
 
-_SLOPES = (1.0, 1.5, 2.0, 2.5, 3.0, math.inf)  # microbatches in flight per stage behind: 1 is 1F1B, inf GPipe
+_SLOPES = (1.0, 1.5, 2.0, 2.5, 3.0, math.inf)  # microbatches in flight per later stage: 1 is 1F1B, inf GPipe
 _EXTRAS = (0, 1, 2)
 _MOST_LISTED = 150_000  # stages x microbatches x rules
 _FEWEST_RULES = 6
@@ -67,7 +67,7 @@ class OrderProblem:
         return bound(self.costs, self.num_microbatches, policy=policy, first_backward=first, split_backward=split)
 
     def chooses(self, stage: int) -> bool:
-        """Whether sets of `stage` may be kept or not. The last stage runs each B right after its F, and so keeps them all."""
+        """Whether sets of `stage` need not all be kept. The last stage runs each B right after its F: it keeps them all."""
         is_open = self.policy.mode is not Mode.NEVER and self.places_of(stage) < self._most_places(stage)
         return is_open and self.first_backward <= stage < self.num_stages - 1
 
@@ -100,7 +100,7 @@ class Prefers(enum.Enum):
 
 @dataclass(frozen=True)
 class ListRule:
-    """What the rule leaves open.
+    """Parameters of the rule.
 
     `limits` are the microbatches that each stage may have in flight. With `next_only`, R of the next B may run before its gradient is
     here, but no other R may. `not_kept` are sets (stage, microbatch) that are not kept even if a slot is free. `first` are the F that go
@@ -116,8 +116,8 @@ class ListRule:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to search: seconds of the clock; or, for the same result on any machine, `rules` tried by `climb` and CP-SAT's `steps` (0: it is
-    not asked)."""
+    """How long to search: seconds; or, for the same result on any machine, `rules` tried by `climb` and `steps` of
+    CP-SAT deterministic time (0: none)."""
 
     seconds: float
     rules: int | None = None
@@ -200,7 +200,7 @@ class _Stage:
         self.lane: list[Op] = []
 
     def take(self, now: float) -> int | None:
-        """Starts the op that the rule says; which it is (0: F, 1: R, 2: B or I, 3: W), None if there is none."""
+        """Starts the op that the rule says; returns 0 (F), 1 (R), 2 (B or I), 3 (W), or None for none."""
         what = self._choose(now * _SAME_MOMENT)
         if what is not None:
             op = self._begin(what)

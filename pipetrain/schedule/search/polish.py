@@ -35,7 +35,7 @@ _PAUSE_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Polished:
-    """The best order found, None where none is better, and seconds below which no order is."""
+    """The best order found, None if none is better, and a lower bound on any step."""
 
     order: ListedOrder | None
     least_seconds: float
@@ -69,7 +69,7 @@ def polish(problem: OrderProblem, start: Schedule, effort: Effort) -> Polished:
 
 
 def solved(solver: Any, model: Any) -> int:
-    """The solver's status. On a thread of its own, so that Ctrl-C ends the search and the command, at once."""
+    """Solves on another thread, so that Ctrl-C ends the search and the command at once. The status."""
     solver.parameters.catch_sigint_signal = False
     with ThreadPoolExecutor(1) as pool:
         solving = pool.submit(solver.Solve, model)
@@ -136,7 +136,7 @@ class _Model:
         for number, (op, var) in enumerate(self._start.items()):
             if op.kind is not RECOMPUTE or (op.stage, op.microbatch) not in kept:
                 start = solver.Value(var)
-                # Of ops at one time those of no length come first, as a microbatch goes through them.
+                # Ops of length 0 come first at one time, in the order of a microbatch's path.
                 lanes[op.stage].append((start, start + self._seconds(op), op.microbatch or 0, number, op))
         return ListedOrder(
             tuple(tuple(op for *_, op in sorted(lane)) for lane in lanes), solver.Value(self._end) * unit

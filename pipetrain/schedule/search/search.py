@@ -1,7 +1,7 @@
 """`pipeline.schedule=auto`: the best order that the rule, the named families and a search find, and a proof of how good it is.
 
     rule, families ──► best ──► search from there (`climb`, with ortools then `polish.py`) ──► FoundSchedule
-                                      └ its orders are simulated as all are: what counts is the step that runs
+                                      └ its orders are simulated like all: the simulated step counts
 
 With `recompute.offload=auto` a quarter of the seconds goes to this search, without copies: its order is a candidate. `by_stage.py` takes
 the rest, and tries shorter steps.
@@ -36,10 +36,10 @@ from pipetrain.schedule.search.polish import can_polish, polish
 from pipetrain.schedule.simulate import simulate
 
 _FAMILIES = ("gpipe", "1f1b", "zb-h1")  # with one stage per rank
-_MOST_POLISHED = 8192  # stages x microbatches: of more, a model takes gigabytes and finds nothing
+_MOST_POLISHED = 8192  # stages x microbatches: beyond, a CP-SAT model takes gigabytes for nothing
 _SHARE_WITHOUT_COPIES = 0.25  # of the seconds, for the order to start from
 _SHARE_OF_CLIMB = 0.1  # of the seconds: from a better start constraint programming gets further
-_CACHE_FORMAT = 1  # of cached orders, and of what the model of a problem is: another number finds none of the old
+_CACHE_FORMAT = 1  # of cached orders and of the problems they solve; a new number ignores old files
 _SAME = 1 + 1e-9  # steps this close are equal
 
 
@@ -159,7 +159,7 @@ def _schedules(spec: ScheduleSpec, known: CachedOrder | None = None) -> Iterator
 def _sound(spec: ScheduleSpec, order: ComputeLanes) -> list[Schedule]:
     """The schedule of an order from the cache or a solver; none if it cannot run.
 
-    A file of the cache may be damaged. In a solver's whole numbers, ops of length 0 may change places.
+    A file of the cache may be damaged. Rounded by a solver to length 0, ops may swap places.
     """
     with contextlib.suppress(ValueError):
         schedule = held_to(spec, order)
