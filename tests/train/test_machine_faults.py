@@ -117,7 +117,10 @@ def test_a_clock_that_is_set_back_and_forth_by_an_hour(folder: pathlib.Path) -> 
     code, stderr = end(process)
     assert (code, stderr) == (0, "")
     assert_same_training(folder / "clock-run", folder / "alone", steps=STEPS)
-    assert all(0.0 < line["step_seconds"] < HOUR / 2 for line in metrics_of(folder / "clock-run"))
+    seconds = [line["step_seconds"] for line in metrics_of(folder / "clock-run")]
+    told = [one for one in seconds if one is not None]  # steps whose events came up: where these cost much, not all
+    assert told
+    assert all(0.0 < one < HOUR / 2 for one in told)
 
 
 # A disk ---------------------------------------------------------------------------------------------------------------
