@@ -101,6 +101,7 @@ def test_saving_holds_sixteen_tensors_of_the_output() -> None:
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_live_bytes_agree_with_the_activation_meter(mode: Mode) -> None:
+    torch.manual_seed(0)  # a mean that happens to be near 0 differs from the mean of means by more than rounding
     layers = [nn.Linear(64, 64) for _ in range(6)]
     batch = torch.randn(4 * 512, 64)
     with Pipeline(layers, lambda out, _: out.mean(), num_microbatches=4, recompute=mode) as pipeline:
