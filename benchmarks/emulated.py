@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,9 @@ NUM_SAVED = 16
 _DEVICE = threading.Lock()
 _watchers: list[Callable[[], None]] = []
 _pace = 1.0
+_forwards = WeakKeyDictionary[
+    "EmulatedStage", int
+]()  # not in the layer: what changes in each forward would be its state
 
 
 @contextmanager
@@ -114,12 +118,13 @@ class _Sleep(SplitFunction):
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, weight: Tensor, stage: EmulatedStage) -> Tensor:
-        stage.forwards += 1
+        _forwards[stage] = stage.forwards + 1
         occupy_device(stage.forward_seconds)
-        output = torch.empty_like(given)
+        output = torch.zeros_like(given) if stage.is_written else torch.empty_like(given)
         output.view(-1)[0] = given.view(-1)[0]
         ctx.stage = stage
-        ctx.save_for_backward(weight, output, *(torch.empty_like(given) for _ in range(stage.num_saved - 1)))
+        make = torch.zeros_like if stage.is_written else torch.empty_like
+        ctx.save_for_backward(weight, output, *(make(given) for _ in range(stage.num_saved - 1)))
         return output
 
     @staticmethod
@@ -147,7 +152,8 @@ class _Sleep(SplitFunction):
 
 class EmulatedStage(nn.Module):
     """A layer `[rows, numbers]` -> the same; `forwards` counts its F and R. Of `backward_seconds` W has `weight_gradient_seconds`
-    (default: half). Its set is `num_saved` tensors of the size of its output."""
+    (default: half). Its set is `num_saved` tensors of the size of its output. `is_written`: their values are the same in F and R, so
+    that the first step may compare them."""
 
     def __init__(
         self,
@@ -156,6 +162,7 @@ class EmulatedStage(nn.Module):
         weight_gradient_seconds: float | None = None,
         *,
         num_saved: int = NUM_SAVED,
+        is_written: bool = False,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
@@ -165,7 +172,15 @@ class EmulatedStage(nn.Module):
             backward_seconds / 2 if weight_gradient_seconds is None else weight_gradient_seconds
         )
         self.num_saved = num_saved
-        self.forwards = 0
+        self.is_written = is_written
+
+    @property
+    def forwards(self) -> int:
+        return _forwards.get(self, 0)
+
+    def extra_repr(self) -> str:
+        """What the profile tells layers apart by."""
+        return f"{self.forward_seconds}, {self.backward_seconds}, {self.weight_gradient_seconds}, {self.num_saved}"
 
     def forward(self, given: Tensor) -> Tensor:
         output: Tensor = _Sleep.apply(given, self.weight, self)

@@ -20,22 +20,22 @@ MOST_LINES = 500
 # the figure down.
 ROOMS = {
     "__init__.py": 78,
-    "cli": 2745,
+    "cli": 2781,
     "comm": 4095,
-    "config": 2110,
+    "config": 2112,
     "data": 2984,
     "engine": 1093,
     "launcher": 1058,
     "models": 3861,
     "monitor": 3634,
     "optim": 305,
-    "plan": 3434,
-    "runtime": 4894,
-    "schedule": 6000,
+    "plan": 3618,
+    "runtime": 4868,
+    "schedule": 6023,
     "snapshot": 1505,
     "stage": 4891,
     "train.py": 324,
-    "trainer": 1522,
+    "trainer": 1600,
     "verify": 1125,
 }
 # Files of the package that are longer than a file should be, and how long they may be until they are cut.

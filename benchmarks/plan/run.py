@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,13 @@ from pipetrain.config.records import ModelConfig
 from pipetrain.models.spec import spec_of
 from pipetrain.plan.plan import make_plan
 from pipetrain.plan.planner import make_plans
-from pipetrain.plan.profile import LayerProfile, Profile
+from pipetrain.plan.profile import Profile, costs_of_layers
 from pipetrain.plan.space import Choice, PlanProblem
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.profiling import profile_layers
 from pipetrain.schedule.policy import OFF, Mode, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.simulate import simulate
 from pipetrain.trainer.links import measure_links
 
 from ..emulated import EmulatedStage, EmulatedWorkload
@@ -32,7 +34,7 @@ CLAIM = "a predicted step is as long as a measured one, and the fastest of ten s
 MOST_OFF, MOST_OFF_GPT, LEAST_FOUND = 0.05, 0.15, 0.9
 _SETTINGS, _MODELS, _FIRST = 10, 10, 3
 _SPLIT_SHARE = 0.4  # of an emulated backward, as the planner takes it
-_BYTES = 250_000
+_BYTES, _SAVED = 250_000, 4  # of a message; tensors of this size in the set of a layer
 _HELD = {"parallel.num_replicas": 1}
 
 
@@ -42,6 +44,7 @@ class Emulated:
 
     seconds: tuple[float, ...]
     num_microbatches: int = 6
+    rows: int = 1
 
     @staticmethod
     def random(seed: int, *, quick: bool) -> Emulated:
@@ -50,40 +53,17 @@ class Emulated:
         return Emulated(tuple(chance.uniform(least, most) for _ in range(chance.randint(5, 8))), 2 if quick else 6)
 
     def layers(self) -> list[Callable[[], nn.Module]]:
-        return [lambda own=own: EmulatedStage(own, 2 * own, _SPLIT_SHARE * 2 * own) for own in self.seconds]  # type: ignore[misc]
+        return [functools.partial(_layer, own) for own in self.seconds]
 
     def batch(self) -> tuple[Tensor, Tensor]:
         return torch.zeros(self.num_microbatches, _BYTES // 4), torch.zeros(self.num_microbatches, 1)
 
     loss = staticmethod(EmulatedWorkload.loss)
 
-    def profile(self) -> Profile:
-        """What the sleeps take, and nothing else."""
-        found = []
-        for number, own in enumerate(self.seconds):
-            sizes = {
-                "saved_bytes": 16 * _BYTES,
-                "inner_bytes": 15 * _BYTES,
-                "input_bytes": _BYTES,
-                "output_bytes": _BYTES,
-            }
-            times = {"forward_seconds": own, "backward_seconds": 2 * own, "recompute_seconds": own}
-            found.append(
-                LayerProfile(
-                    (number,),
-                    "Emulated",
-                    **times,
-                    **sizes,  # type: ignore[arg-type]
-                    recompute_last_seconds=own,
-                    selective_seconds=0.0,
-                    saves_input=False,
-                    saves_output=True,
-                    parameter_bytes=4,
-                    gradient_bytes=4,
-                    optimizer_bytes=8,
-                )
-            )
-        return Profile(layers=tuple(found))
+
+def _layer(seconds: float) -> nn.Module:
+    weights = _SPLIT_SHARE * 2 * seconds
+    return EmulatedStage(seconds, 2 * seconds, weights, num_saved=_SAVED, is_written=True)
 
 
 Model = Emulated | TransformerWorkload
@@ -107,7 +87,7 @@ def run(options: Options) -> Result:
     result = Result("plan", CLAIM, settings={"rounds": options.rounds, "quick": options.quick})
     models = [Emulated.random(seed, quick=options.quick) for seed in range(1 if options.quick else _MODELS)]
     settings = 2 if options.quick else _SETTINGS
-    pairs = [compare(model, model.profile(), 2 + number % 2, settings, options) for number, model in enumerate(models)]
+    pairs = [compare(model, 2 + number % 2, settings, options) for number, model in enumerate(models)]
     found = sum(is_found(own) for own in pairs) / len(pairs)
     result.tables.append(_table("emulated layers, the first setting of each model", [own[0] for own in pairs]))
     off = [pair.off for own in pairs for pair in own]
@@ -118,10 +98,10 @@ def run(options: Options) -> Result:
     ]
     if not options.quick:
         gpt = TransformerWorkload(
-            2, num_microbatches=6, rows=1, model=ModelConfig(num_hidden_layers=6, hidden_size=256)
+            2, num_microbatches=6, rows=1, model=ModelConfig(num_hidden_layers=6, hidden_size=512)
         )
-        own = compare(gpt, run_ranks(2, profiled, gpt, timeout_seconds=300.0)[0], 2, settings, options)
-        result.tables.append(_table("a GPT of 6 blocks, hidden 256", own))
+        own = compare(gpt, 2, settings, replace(options, rounds=options.rounds + 2), beside=True)
+        result.tables.append(_table("a GPT of 6 blocks, hidden 512", own))
         result.targets.append(
             Target("GPT: most |predicted / measured - 1|", max(pair.off for pair in own), MOST_OFF_GPT)
         )
@@ -130,14 +110,23 @@ def run(options: Options) -> Result:
     return result
 
 
-def compare(model: Model, profile: Profile, ranks: int, settings: int, options: Options) -> list[Pair]:
-    """Settings of a model, from the fastest plan to the slowest, all measured by the same processes."""
+def compare(model: Model, ranks: int, settings: int, options: Options, *, beside: bool = False) -> list[Pair]:
+    """Settings of a model, from the fastest plan to the slowest, all measured by the same processes.
+
+    `beside`: predicted from profiles right before and after the steps of a setting, for the speed of a processor changes within minutes.
+    """
+    profile = run_ranks(ranks, profiled, model, timeout_seconds=300.0)[0]
     problem = PlanProblem(profile, model.num_microbatches, ranks, model.num_microbatches, held=_HELD)
     plans = make_plans(problem).plans
     chosen = plans[:: max(1, len(plans) // settings)][:settings]
     given = [(one.choice.balance, one.schedule) for one in chosen]
-    steps = run_ranks(ranks, measured, model, given, options.rounds, timeout_seconds=600.0)[0]
-    return [Pair(_named(one.choice), one.step_seconds, seconds) for one, seconds in zip(chosen, steps)]
+    found = run_ranks(ranks, measured, model, given, options.rounds, beside, timeout_seconds=600.0)[0]
+    pairs = []
+    for one, (seconds, profiles) in zip(chosen, found):
+        costs = [costs_of_layers(near, one.choice.balance) for near in profiles]
+        predicted = [simulate(one.schedule, near).step_seconds for near in costs] or [one.step_seconds]
+        pairs.append(Pair(_named(one.choice), statistics.fmean(predicted), seconds))
+    return pairs
 
 
 def _named(choice: Choice) -> str:
@@ -154,20 +143,27 @@ def is_found(pairs: Sequence[Pair]) -> bool:
     return min(pair.measured for pair in first) <= 1.01 * best
 
 
-def profiled(model: TransformerWorkload) -> Profile:
-    """The layers, measured by as many processes at once as the pipeline has, and on rank 0 their link."""
+def profiled(model: Model) -> Profile:
+    """As `pipetrain profile` has it: the layers, measured by as many processes at once as the pipeline has, and on rank 0 their link."""
     torch.set_num_threads(1)
     spec = spec_of([build() for build in model.layers()]).for_loss(model.loss)
     given, wanted = (one[: model.rows] for one in model.batch())
     layers = profile_layers(spec, given, wanted, device=torch.device("cpu"), loss_fn=model.loss)
     links = measure_links(dist.get_world_size())
-    return Profile(layers=layers, link=links[0] if links else None)
+    return Profile(layers=layers, link=links.edges[0] if links else None)
 
 
-def measured(model: Model, settings: Sequence[tuple[tuple[int, ...], Schedule]], rounds: int) -> list[float]:
-    """On rank 0, of each setting the median step of all ranks; a first step is not counted."""
+def measured(
+    model: Model, settings: Sequence[tuple[tuple[int, ...], Schedule]], rounds: int, beside: bool
+) -> list[tuple[float, list[Profile]]]:
+    """On rank 0, of each setting the median step of all ranks, a first step not counted; and `beside` it a profile before and after."""
     torch.set_num_threads(1)
-    return [_measured(model, balance, schedule, rounds) for balance, schedule in settings]
+    profiles, found = [profiled(model)] if beside else [], []
+    for balance, schedule in settings:
+        seconds = _measured(model, balance, schedule, rounds)
+        profiles += [profiled(model)] if beside else []
+        found.append((seconds, profiles[-2:]))
+    return found
 
 
 def _measured(model: Model, balance: tuple[int, ...], schedule: Schedule, rounds: int) -> float:

@@ -28,6 +28,7 @@ from pipetrain.monitor.breakdown import break_down, bubble_fraction
 from pipetrain.monitor.draw.table import Table, number, size
 from pipetrain.plan.candidates import Candidate, RankMemory
 from pipetrain.plan.footprint import Holdings
+from pipetrain.plan.host_memory import default_limit
 from pipetrain.plan.planner import Plans, PricedPlan, frontier, make_plans, typed
 from pipetrain.plan.profile import PROFILE, Profile
 from pipetrain.plan.space import KEYS, PlanProblem
@@ -251,8 +252,18 @@ def plan_problem_of(
             prefetch=config.transport.prefetch,
         ),
         zero=config.parallel.zero_stage == 1,
+        host_bytes=_host_bytes(config, num_ranks),
         current={key: typed(operator.attrgetter(key)(config)) for key in KEYS},
     )
+
+
+def _host_bytes(config: RunConfig, num_ranks: int) -> int | None:
+    """As a run on these machines has it; of machines that are not here only what was typed."""
+    given, here = (
+        config.recompute.host_bytes,
+        config.cluster.ranks_per_node or -(-num_ranks // config.cluster.num_nodes),
+    )
+    return default_limit(here) if given is None and config.plan.cluster is None else given
 
 
 def held_in(config: RunConfig, overrides: Sequence[str]) -> dict[str, Any]:
@@ -317,6 +328,7 @@ def _recomputed(one: Candidate) -> str:
         return "never"
     sets = "-".join(f"{number:g}" for number in (one.sets if isinstance(one.sets, tuple) else (one.sets,)) if number)
     more = [f"segments {one.segments}"] * (one.segments != 1) + list(one.selective)
+    more += [f"offload {one.offload}"] * (one.offload != "none")
     return ", ".join([f"{one.mode}, sets {sets}", *more])
 
 
@@ -330,7 +342,10 @@ def _memory_table(one: Candidate) -> str:
     """The bytes of plan 1, a line per use."""
     rows = [(name, *(size(of(rank)) for rank in one.memory)) for name, of in _LINES.items() if any(map(of, one.memory))]
     head = ("plan 1 holds", *(f"rank {rank}" for rank in range(len(one.memory))))
-    return Table(head, [*rows, ("all", *(size(rank.total) for rank in one.memory))]).as_text()
+    rows.append(("all", *(size(rank.total) for rank in one.memory)))
+    if any(one.host_bytes):
+        rows.append(("host memory", *map(size, one.host_bytes)))
+    return Table(head, rows).as_text()
 
 
 def _why(first: Candidate, second: Candidate) -> str:

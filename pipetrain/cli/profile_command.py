@@ -13,12 +13,13 @@ from pathlib import Path
 
 from pipetrain.cli.main import Arguments, Command, Parser, add_json, add_overrides, add_own, present, say
 from pipetrain.config.load import load_config
+from pipetrain.config.read_files import fitted
 from pipetrain.config.records import WEIGHTS_IN, RunConfig
 from pipetrain.config.together import check_run
 from pipetrain.engine.available import check_engine
 from pipetrain.launcher.outcome import Exit
 from pipetrain.monitor.draw.table import Table, size
-from pipetrain.plan.profile import Advice, LayerProfile, Link, Profile, advice_of
+from pipetrain.plan.profile import Advice, HostLink, LayerProfile, Links, Profile, advice_of
 from pipetrain.plan.world import world_of
 from pipetrain.trainer.prepare import conditions_of
 
@@ -49,7 +50,11 @@ def _profile(arguments: Arguments) -> int:
     present(
         arguments,
         lambda: f"{_table(profile, advice)}\nprofile: {arguments.out}",
-        lambda: {"layers": list(map(asdict, profile.layers)), "advice": list(map(asdict, advice))},
+        lambda: {
+            "layers": list(map(asdict, profile.layers)),
+            "host": profile.host and asdict(profile.host),
+            "advice": list(map(asdict, advice)),
+        },
     )
     return Exit.DONE
 
@@ -70,6 +75,7 @@ def measure_profile(config: RunConfig, rounds: int) -> Profile:
     from pipetrain.models.spec import make_spec, with_weights_in
     from pipetrain.runtime.cut import cut
     from pipetrain.runtime.profiling import profile_layers
+    from pipetrain.trainer.links import measure_copies
 
     replicas = _replicas_to_measure(config)
     torch.set_num_threads(config.threads_per_rank)
@@ -98,7 +104,9 @@ def measure_profile(config: RunConfig, rounds: int) -> Profile:
             say=say,
         )
 
-    edges = _measured_links(config, say)
+    links = _measured_links(config, say)
+    edges = () if links is None else links.edges
+    host = measure_copies(device)
     return Profile(
         conditions=conditions_of(config),
         layers=of(m),
@@ -106,6 +114,7 @@ def measure_profile(config: RunConfig, rounds: int) -> Profile:
         smaller=of(batch_size) if batch_size > m else (),
         link=min(edges, key=lambda link: link.bytes_per_second, default=None),
         edges=edges,
+        host=host if links is None else replace(host, contention=links.contention),
         device=device.type,
     )
 
@@ -124,11 +133,11 @@ def _replicas_to_measure(config: RunConfig) -> int:
     return replicas
 
 
-def _measured_links(config: RunConfig, say: Callable[[str], None]) -> tuple[Link, ...]:
+def _measured_links(config: RunConfig, say: Callable[[str], None]) -> Links | None:
     """The links of as many ranks of this machine as a replica has; none where they cannot be measured, which `say` tells."""
     ranks = world_of(config.pipeline, config.parallel, config.cluster).ranks_per_replica // config.cluster.num_nodes
     if ranks < 2:
-        return ()
+        return None
     with tempfile.TemporaryDirectory(prefix="pipetrain-") as folder:
         file = Path(folder) / "links.json"
         with socket.create_server(("127.0.0.1", 0)) as free:  # where nobody else listens
@@ -136,11 +145,12 @@ def _measured_links(config: RunConfig, say: Callable[[str], None]) -> tuple[Link
         words = [sys.executable, "-m", "torch.distributed.run", *start, "-m", "pipetrain.trainer.links", str(file)]
         try:
             _run(words)
-            return tuple(Link(**one) for one in json.loads(file.read_text()))
+            found: Links = fitted(Links, json.loads(file.read_text()))
+            return found
         except (subprocess.SubprocessError, OSError, ValueError) as error:
             told = str(getattr(error, "stderr", None) or error).strip().splitlines()[-1:]
             say(f"links were not measured, so a plan takes messages for free ({''.join(told)})")
-            return ()
+            return None
 
 
 def _run(words: Sequence[str]) -> None:
@@ -171,7 +181,19 @@ def _table(profile: Profile, advice: Sequence[Advice]) -> str:
         )
     head = ("layers", "kind", "F", "R", "B", "set", "output", "weights", "largest saved")
     told = [str(one) for one in advice[:_MOST_ADVICE]]
-    return "\n".join([Table(head, rows).as_text(), "", *told])
+    return "\n".join([Table(head, rows).as_text(), "", *told, *_told_of_host(profile.host)])
+
+
+def _told_of_host(host: HostLink | None) -> list[str]:
+    if host is None:
+        return []
+    down, up, both = (
+        f"{one / 1e9:.3g}" for one in (host.down_bytes_per_second, host.up_bytes_per_second, host.both_bytes_per_second)
+    )
+    messages = f"; beside them a message takes {host.contention:.3g} times as long" if host.contention > 1 else ""
+    return [
+        f"copies to host memory {down} GB/s, back {up} GB/s, both at once {both} GB/s each{messages} (recompute.offload)"
+    ]
 
 
 COMMAND = Command(_add_arguments, _profile)

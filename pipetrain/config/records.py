@@ -447,6 +447,8 @@ class CostConfig:
     hop_seconds: _Seconds = 0.0  # one boundary tensor to the next stage
     # Copying a set of a stage to host memory, or back; None: as long as its F.
     offload_seconds: _Seconds | None = None
+    # How many times as long a message takes in a schedule that copies sets (recompute.offload); None: as long as in others.
+    copy_contention: Annotated[float | None, at_least(1, most=1000)] = None
     reduce_seconds: _Seconds = 0.0  # summing a stage's gradients over replicas, or those of shared parameters
     # Bytes of a stage's input, as a fraction of its set: about 1 / (16 x layers) for a GPT; None: inputs are not counted.
     input_share: _Share | None = None

@@ -41,7 +41,7 @@ class Candidate:
     """One way to train. `balance` and `stash` (microbatches in flight) have an entry per stage; `memory` and the lists of numbers one per
     rank of a replica.
 
-    `step_seconds` and `peak_activation_bytes` are those of the simulated step. `keys` are the overrides to type for it, without those
+    `step_seconds` and `peak_activation_bytes` are those of the simulated step, `host_bytes` what offloaded sets take of the host's memory. `keys` are the overrides to type for it, without those
     that the user typed. Seconds of R are of all microbatches of a step.
     """
 
@@ -57,9 +57,11 @@ class Candidate:
     stages_per_rank: int
     split_backward: bool
     num_replicas: int
+    offload: str
     step_seconds: float
     memory: tuple[RankMemory, ...]
     peak_activation_bytes: tuple[int, ...] = ()
+    host_bytes: tuple[int, ...] = ()
     bubble_fraction: float | None = None
     recompute_hidden_seconds: tuple[float, ...] = ()
     recompute_exposed_seconds: tuple[float, ...] = ()

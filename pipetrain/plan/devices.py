@@ -43,6 +43,14 @@ class Device:
     links: tuple[tuple[str, float], ...]
     efficiency: Efficiency = GPU
     latency_seconds: float = 20e-6  # of a message between stages; assumed
+    # How many times as long messages take beside copies to host memory: 8 to 11 % longer, over NVLink too (NVIDIA/nccl, issue 2218).
+    copy_contention: float = 1.1
+
+    @property
+    def host_bandwidth(self) -> float | None:
+        """Bytes/s to and from the host's memory, both at once: those of PCIe. None: the memory of a CPU is the host's."""
+        speeds = [speed for link, speed in self.links if link.startswith("pcie")]
+        return speeds[0] * self.efficiency.link if speeds else None
 
 
 def _gpu(

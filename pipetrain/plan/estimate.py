@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from pipetrain.plan.cluster import Cluster
-from pipetrain.plan.profile import LOSS, LayerProfile, Link, Profile, SavedTensor
+from pipetrain.plan.profile import LOSS, HostLink, LayerProfile, Link, Profile, SavedTensor
 
 CLUSTER, TENSOR = "plan.cluster", "plan.tensor"  # conditions of an estimate
 _ADAM_MOMENTS, _ID_BYTES = 2, 8
@@ -95,11 +95,19 @@ class Estimator:
         """
         cluster = self.cluster
         link = Link(cluster.device.latency_seconds, cluster.bandwidth(within_node=cluster.num_nodes == 1))
+        speed = cluster.device.host_bandwidth
+        host = None if speed is None else HostLink(speed, speed, speed, cluster.device.copy_contention)
         conditions = {CLUSTER: cluster.text, TENSOR: self.tensor}
         layers = self._layers(_SAMPLES)
         device = "cuda" if cluster.device.bf16 else "cpu"
         return Profile(
-            conditions=conditions, layers=layers, samples=_SAMPLES, smaller=self._layers(1), link=link, device=device
+            conditions=conditions,
+            layers=layers,
+            samples=_SAMPLES,
+            smaller=self._layers(1),
+            link=link,
+            host=host,
+            device=device,
         )
 
     def _layers(self, samples: int) -> tuple[LayerProfile, ...]:

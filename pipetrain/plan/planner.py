@@ -21,15 +21,24 @@ from pipetrain.plan.balance import balance_evenly
 from pipetrain.plan.candidates import Candidate, RankMemory
 from pipetrain.plan.footprint import Footprint
 from pipetrain.plan.profile import Profile, costs_of_layers
-from pipetrain.plan.space import Choice, PlanProblem, neighbours, plain_balances, promising_layouts, starts_of
+from pipetrain.plan.space import (
+    Choice,
+    PlanProblem,
+    neighbours,
+    plain_balances,
+    promising_layouts,
+    starts_of,
+    to_host,
+)
+from pipetrain.schedule.alive import peak_on_host
 from pipetrain.schedule.bound import bound
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import Timeline
 from pipetrain.schedule.families import ALWAYS_SPLIT, AUTO, generator_of
 from pipetrain.schedule.halves import closed_up
-from pipetrain.schedule.make import draft_of, held_to, lanes_of_ranks, make
-from pipetrain.schedule.policy import Mode, RecomputePolicy
+from pipetrain.schedule.make import draft_of, held_to, lanes_of_ranks, make, with_copies
+from pipetrain.schedule.policy import Mode, Offload, RecomputePolicy
 from pipetrain.schedule.recompute import add_recompute, order_of
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
@@ -44,6 +53,10 @@ _OF_STARTS, _OF_FAMILIES = 0.3, 0.45  # of that, starts of `auto`, and of named 
 _OF_ONE = 0.1  # at most for one named family
 # A named family counts as so many orders of the rule: made, made with I and W, where it may keep sets, left out unmade.
 _OF_MAKING, _OF_SPLITTING, _OF_KEEPING, _OF_LEAVING = 12, 30, 70, 3
+# An order with copies counts as so many of the rule. All of them together may take this much work.
+_OF_COPYING, _WORK_OF_COPIES = 60, 120_000
+_PLACED = 2**13  # microbatches in the search for one of them
+_COPYING = 3  # orders with copies that are made as a run makes them; a second or two each
 _DEEP = 5  # layers of the frontier
 _SEARCHED, _MOST_SEARCHED = 6, 512  # of the frontier, from the fastest to the smallest; stages x microbatches
 _RULES, _STEPS, _MOST_POLISHED = 60, 1.0, 128  # of one search; CP-SAT needs minutes for more stages x microbatches
@@ -74,7 +87,9 @@ class PricedPlan:
     def schedule(self) -> Schedule:
         """As a run makes it, checked."""
         spec = self._spec
-        if self.choice.schedule == AUTO:
+        if self._policy.offloads:
+            made = with_copies(spec, self.costs, _PLACED)
+        elif self.choice.schedule == AUTO:
             made = held_to(spec, lanes_of_ranks(spec, list_by(*_by_rule(self.choice, self._policy, self.costs))))
         else:
             made = make(spec)
@@ -86,6 +101,15 @@ class PricedPlan:
         """The simulated step."""
         return simulate(self.schedule, self.costs)
 
+    def make(self) -> None:
+        """Takes the schedule that a run makes, where it is faster."""
+        self._take(make(self._spec))
+
+    def _take(self, found: Schedule) -> None:
+        if (timeline := simulate(found, self.costs)).step_seconds < self.step_seconds:
+            check(found)
+            self.schedule, self.timeline, self.step_seconds = found, timeline, timeline.step_seconds
+
     def search(self, seconds: float, cache: Path | None) -> None:
         """Searches for a better order, with limited work (0 s: none); the run then finds it in the cache."""
         spec, costs = self._spec, self.costs
@@ -95,9 +119,7 @@ class PricedPlan:
             return
         is_small = self.choice.num_stages * self.choice.num_microbatches <= _MOST_POLISHED
         effort = Effort(seconds, rules=_RULES, steps=_STEPS if is_small else 0.0)
-        found = best_schedule(spec, costs, effort, cache).schedule
-        if (timeline := simulate(found, costs)).step_seconds < self.step_seconds:
-            self.schedule, self.timeline, self.step_seconds = found, timeline, timeline.step_seconds
+        self._take(best_schedule(spec, costs, effort, cache).schedule)
 
     @functools.cached_property
     def keys(self) -> dict[str, str]:
@@ -119,9 +141,11 @@ class PricedPlan:
             stages_per_rank=choice.num_stages // choice.num_ranks,
             split_backward=choice.split,
             num_replicas=choice.num_replicas,
+            offload=choice.offload.value,
             step_seconds=self.timeline.step_seconds,
             memory=pricing.memory(choice, self._policy, None if choice.schedule == AUTO else self.schedule),
             peak_activation_bytes=pricing.footprint(choice, self._policy).of_step(self.schedule, self.timeline),
+            host_bytes=host_bytes_of(self.schedule, self.costs),
             keys=self.keys,
         )
 
@@ -158,7 +182,11 @@ def make_plans(
     """
     pricing = _Pricing(problem, profile_key)
     pricing.run()
+    pricing.send_to_host()
     found = _deep_frontier(pricing.priced.values())
+    copying = [one for one in found if one.choice.offload is not Offload.NONE]
+    for one in copying[:: math.ceil(len(copying) / _COPYING) or 1]:
+        one.make()
     if search_seconds > 0 or cache is not None:
         small = [one for one in found if one.choice.num_stages * one.choice.num_microbatches <= _MOST_SEARCHED]
         best = frontier((one.step_seconds, one.peak_bytes, one) for one in small if one.choice.schedule == AUTO)[::-1]
@@ -222,6 +250,18 @@ class _Pricing:
             held = " ".join(f"{key}={typed(value)}" for key, value in self.problem.held.items())
             raise self._refused or ValueError(f"{held}: no plan has these keys; leave out some of them")
         self._look_around()
+
+    def send_to_host(self) -> None:
+        """Prices choices of the frontier with copies to host memory, evenly spread, the fastest first."""
+        entries = ((one.step_seconds, one.peak_bytes, one.choice) for one in self.priced.values())
+        front = [one for _, _, one in reversed(frontier(entry for entry in entries if entry[2].schedule == AUTO))]
+        found = list(dict.fromkeys(more for one in front for more in to_host(self.problem, one)))
+        step = math.ceil(sum(map(_work, found)) / _WORK_OF_COPIES) or 1
+        left = float(_WORK_OF_COPIES)
+        for choice in found[::step]:
+            if (left := left - _work(choice)) < 0:
+                return
+            self._price(choice)
 
     def _in_turn(self, families: Iterable[Choice]) -> list[Choice]:
         """The choices, one of each way to schedule and recompute in turn, least bound on the step first."""
@@ -292,11 +332,35 @@ class _Pricing:
         policy = self.policy(choice)
         peak = max(rank.total for rank in self.memory(choice, policy))
         costs = self.costs(choice, policy)
+        if policy.offloads:
+            return self._with_copies(choice, policy, costs), peak
         order = list_by(*_by_rule(choice, policy, costs))
         return order.seconds + (costs.reduce[0] if costs.reduce else 0.0), peak
 
+    def _with_copies(self, choice: Choice, policy: RecomputePolicy, costs: Costs) -> float:
+        """Raises:
+        ValueError: no set goes to host memory, or those of all microbatches in flight may take more of it than there is.
+        """
+        limits, allowed = choice.limits or (choice.num_microbatches,) * choice.num_stages, self.problem.host_bytes
+        needed = max(int(size * limit) for size, limit in zip(costs.set_bytes, limits))
+        if allowed is not None and needed > allowed:
+            raise ValueError(
+                f"recompute.offload={choice.offload}: a rank may need {needed} bytes of host memory, and recompute.host_bytes allows {allowed}; "
+                "use recompute.offload=none, or allow more"
+            )
+        schedule = with_copies(replace(choice.spec(self.problem, policy), costs=costs), costs, _PLACED)
+        if not schedule.offloaded:
+            raise ValueError(
+                f"recompute.offload={choice.offload}: copies bring nothing here; use recompute.offload=none"
+            )
+        return simulate(schedule, costs).step_seconds
+
     def _of_family(self, choice: Choice) -> tuple[float, int]:
         policy = self.policy(choice)
+        if policy.offloads:
+            raise ValueError(
+                f"recompute.offload={choice.offload}: plans with copies are for pipeline.schedule=auto, not {choice.schedule}"
+            )
         schedule = make(choice.spec(self.problem, policy))
         peak = max(rank.total for rank in self.memory(choice, policy, schedule))
         return simulate(schedule, self.costs(choice, policy)).step_seconds, peak
@@ -340,6 +404,14 @@ class _Pricing:
         return self._costs[key]
 
 
+def host_bytes_of(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
+    """The most bytes of each rank's offloaded sets in host memory at once, whatever the timing."""
+    found = [0] * schedule.num_ranks
+    for stage in {stage for stage, _ in schedule.offloaded}:
+        found[schedule.stage_ranks[stage]] += peak_on_host(schedule, stage)[0] * int(costs.set_bytes[stage])
+    return tuple(found)
+
+
 def with_sums(costs: Costs, profile: Profile, balance: Sequence[int], num_replicas: int) -> Costs:
     """With the time in which a ring adds up the gradients of each stage, where a link is known: 2 (n - 1) / n of them leave each rank."""
     if num_replicas == 1 or profile.link is None:
@@ -355,7 +427,9 @@ def _work(choice: Choice) -> float:
     parts = sum(choice.parts(stage) for stage in range(choice.num_stages)) / choice.num_stages
     ops = 1 if choice.mode is Mode.NEVER else (1 + 2 * parts) / 3
     making = 1
-    if choice.schedule != AUTO:
+    if choice.schedule == AUTO:
+        making = 1 if choice.offload is Offload.NONE else _OF_COPYING
+    else:
         keeps = choice.mode is not Mode.NEVER and max(choice.slots or (2,)) > 1
         making = _OF_KEEPING if keeps else _OF_SPLITTING if choice.schedule in ALWAYS_SPLIT else _OF_MAKING
     return choice.num_stages * choice.num_microbatches * ops * making
@@ -409,6 +483,7 @@ def keys_of(choice: Choice, problem: PlanProblem, profile_key: str | None) -> di
         "recompute.segments": choice.segments if recomputes else 1,
         "recompute.selective": [str(one) for one in choice.selective] if recomputes and choice.selective else None,
         "recompute.stash": choice.limits,
+        "recompute.offload": choice.offload.value,
     }
     texts = {key: typed(value) for key, value in words.items() if key not in problem.held}
     found = {key: text for key, text in texts.items() if problem.current.get(key) != text}

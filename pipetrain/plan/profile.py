@@ -110,12 +110,37 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Links:
+    """The link behind each stage but the last. A message takes `contention` times as long while both its ranks copy to their hosts' memory
+    and back."""
+
+    edges: tuple[Link, ...]
+    contention: float
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """A device and the memory of its host: bytes per second of a copy `down` to the host, `up` from it, and of the slower of both at once.
+    Beside both, a message between stages takes `contention` times as long."""
+
+    down_bytes_per_second: float
+    up_bytes_per_second: float
+    both_bytes_per_second: float
+    contention: float = 1.0
+
+    def seconds(self, num_bytes: float) -> float:
+        """A copy of so many bytes, one way. In a pipeline some set goes down while another comes up."""
+        return num_bytes / self.both_bytes_per_second
+
+
+@dataclass(frozen=True)
 class Profile:
     """What was measured: `layers` under `conditions` (key -> value), or `costs` of a run whose batch was cut into
     `num_microbatches`.
 
     `layers` are of a microbatch of `samples` samples, `smaller` the same layers of one sample: a line through both says what others cost
     (`at`). `link` joins neighbouring stages; None: messages take no time. `edges` are those that were measured, behind stages 0, 1 ...
+    `host` is None where copies to host memory were not measured.
     """
 
     costs: Costs | None = None
@@ -126,6 +151,7 @@ class Profile:
     smaller: tuple[LayerProfile, ...] = ()
     link: Link | None = None
     edges: tuple[Link, ...] = ()
+    host: HostLink | None = None
     device: str = "cpu"
 
     def as_json(self) -> str:
@@ -187,6 +213,7 @@ def costs_of_layers(profile: Profile, balance: Sequence[int], selective: Sequenc
     stages = [_Stage(profile, range(start, start + size), selective) for start, size in zip(starts, balance)]
     sizes = [stage.layers[-1].output_bytes for stage in stages[:-1]]
     hops = tuple(profile.hop_seconds(edge, size) for edge, size in enumerate(sizes))
+    sets, host = tuple(float(stage.set_bytes() + stage.unsaved_bytes()) for stage in stages), profile.host
     return Costs(
         forward=tuple(stage.seconds("forward_seconds") + stage.looking_seconds() for stage in stages),
         backward=tuple(stage.seconds("backward_seconds") for stage in stages),
@@ -196,8 +223,10 @@ def costs_of_layers(profile: Profile, balance: Sequence[int], selective: Sequenc
         hop_forward=hops,
         hop_backward=hops,
         input_bytes=tuple(float(stage.layers[0].input_bytes) for stage in stages),
-        set_bytes=tuple(float(stage.set_bytes() + stage.unsaved_bytes()) for stage in stages),
+        set_bytes=sets,
         kept_bytes=tuple(float(stage.kept_bytes()) for stage in stages) if selective else (),
+        offload=() if host is None else tuple(map(host.seconds, sets)),
+        copy_contention=() if host is None else (host.contention,) * len(hops),
     )
 
 
@@ -348,6 +377,7 @@ def _profile(found: dict[str, Any]) -> Profile:
             "smaller": tuple[LayerProfile, ...],
             "link": Link | None,
             "edges": tuple[Link, ...],
+            "host": HostLink | None,
             "device": str,
         }
         told = {name: fitted(kind, found[name], name) for name, kind in more.items() if name in found}
@@ -356,7 +386,7 @@ def _profile(found: dict[str, Any]) -> Profile:
     costs = {name: times for name, times in fitted(dict[str, Any], found["costs"], "costs").items() if name in names}
     made = fitted(Costs, costs)
     for one in fields(Costs):
-        num, wanted = len(getattr(made, one.name)), made.num_stages - one.name.startswith("hop_")
+        num, wanted = len(getattr(made, one.name)), made.num_stages - one.name.startswith(("hop_", "copy_contention"))
         if num != wanted and (num or one.default != ()):
             raise ValueError(f"{one.name} has {num} entries, for {made.num_stages} stages")
     return Profile(made, fitted(int, found["num_microbatches"], "num_microbatches"))

@@ -14,7 +14,7 @@ from pipetrain.plan.footprint import Holdings
 from pipetrain.plan.profile import Profile, bytes_of_layers, seconds_of_layers
 from pipetrain.schedule.families import ALWAYS_SPLIT, AUTO
 from pipetrain.schedule.placement import stage_ranks_of
-from pipetrain.schedule.policy import LAYERS, LastStage, Mode, Outputs, RecomputePolicy
+from pipetrain.schedule.policy import LAYERS, LastStage, Mode, Offload, Outputs, RecomputePolicy
 from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.search.list_order import Prefers
 
@@ -29,11 +29,13 @@ _MOST_MICROBATCHES = 256
 _MANY_LAYOUTS = 24
 _MOST_ALONE = 8  # stages
 _FEW_STAGES = 4
+_FEW_SETS = (1, 2, 3, 4)  # of a stage whose other sets go to host memory
 # Keys that plan sets, unless they were typed.
 KEYS = (
     *("pipeline.num_stages", "pipeline.stages_per_rank", "pipeline.schedule", "pipeline.num_microbatches"),
     *("pipeline.balance", "pipeline.split_backward", "pipeline.placement", "parallel.num_replicas"),
     *("recompute.mode", "recompute.sets", "recompute.segments", "recompute.selective", "recompute.stash"),
+    "recompute.offload",
 )
 
 
@@ -42,7 +44,8 @@ class PlanProblem:
     """What is planned: layers that were measured, `batch` samples per step, and `num_ranks` ranks of all replicas.
 
     `held` has the values of the fixed ones of `KEYS`; `policy` has the other keys of `recompute`. `num_microbatches` and `num_replicas`
-    are those to begin with. `current` are values of `KEYS` that a run has without a plan, as they are typed.
+    are those to begin with. `current` are values of `KEYS` that a run has without a plan, as they are typed. `host_bytes` is the most host
+    memory of a rank for offloaded sets; None: any.
     """
 
     profile: Profile
@@ -54,6 +57,7 @@ class PlanProblem:
     held: Mapping[str, Any] = field(default_factory=dict)
     holdings: Holdings = field(default_factory=Holdings)
     zero: bool = False
+    host_bytes: int | None = None
     current: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -74,6 +78,7 @@ class Choice:
     limits: tuple[int, ...] | None
     split: bool = False
     prefers: Prefers = Prefers.F
+    offload: Offload = Offload.NONE
 
     @property
     def num_stages(self) -> int:
@@ -111,6 +116,7 @@ class Choice:
             stash=problem.policy.stash if self.limits is None else self.limits,
             segments=self.segments,
             selective=self.selective,
+            offload=self.offload,
         ).for_replicas(self.num_replicas)
         if not wanted.in_parts:
             return wanted
@@ -185,7 +191,10 @@ def starts_of(problem: PlanProblem, layout: tuple[int, int, int]) -> Iterator[Ch
             for balance in _balances(problem, stages, mode, coarse=is_coarse):
                 for split in _splits(problem, schedule, segments):
                     recomputed = mode, segments, selective
-                    start = Choice(*layout, schedule, balance, *recomputed, slots=None, limits=None, split=split)
+                    offload = Offload(held.get("recompute.offload", "none"))
+                    start = Choice(
+                        *layout, schedule, balance, *recomputed, slots=None, limits=None, split=split, offload=offload
+                    )
                     yield from _with_limits(problem, start)
 
 
@@ -244,6 +253,22 @@ def neighbours(problem: PlanProblem, choice: Choice) -> Iterator[Choice]:
                 yield _fitting(replace(choice, limits=limits))
         if choice.mode in (Mode.EARLY, Mode.OVERLAP):
             yield from (replace(choice, prefers=one) for one in Prefers if one is not choice.prefers)
+
+
+def to_host(problem: PlanProblem, choice: Choice) -> Iterator[Choice]:
+    """The choice with copies of sets to host memory, where their time is known: in its slots, and in a few of each stage."""
+    held, limits = problem.held, choice.limits
+    if problem.profile.host is None or "recompute.offload" in held or choice.segments != 1 or limits is None:
+        return
+    copying = replace(choice, offload=Offload.AUTO)
+    if choice.slots is None:
+        if "recompute.mode" in held:
+            return
+        copying = replace(copying, mode=Mode.OVERLAP)
+    few = [(sets,) * choice.num_stages for sets in _FEW_SETS if "recompute.sets" not in held]
+    for slots in (choice.slots, *few):
+        if slots is not None and any(own < limit for own, limit in zip(slots, limits)):
+            yield _fitting(replace(copying, slots=slots))
 
 
 def _with_slots(choice: Choice, slots: Sequence[int]) -> Iterator[Choice]:

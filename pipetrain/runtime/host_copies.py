@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -215,32 +213,6 @@ class _Copier:
                 self._jobs.get_nowait()
         self._jobs.put(None)
         self._thread.join(timeout_seconds)
-
-
-def default_limit() -> int:
-    """A third of the host memory that is free now, shared by the ranks of this machine."""
-    return _meminfo("MemAvailable") // 3 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def checked_limit(limit: int | None) -> int:
-    """The bytes of host memory that a rank may use.
-
-    Raises:
-        ValueError: this machine has less memory.
-    """
-    if limit is None:
-        return default_limit()
-    if limit > (total := _meminfo("MemTotal")):
-        raise ValueError(
-            f"recompute.host_bytes={limit}: this machine has {total} bytes of memory; use fewer, or leave recompute.host_bytes out (a third "
-            "of what is free, for all ranks of the machine)"
-        )
-    return limit
-
-
-def _meminfo(key: str) -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
 
 def _new_memory(num_bytes: int) -> UntypedStorage:

@@ -13,6 +13,7 @@ from torch.distributed import PrefixStore
 from pipetrain.comm.device import bring
 from pipetrain.comm.failure import PipelineError, Watchdog
 from pipetrain.comm.transport import Transport, make_edges
+from pipetrain.plan.host_memory import checked_limit
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.agreement import Call, Calls
 from pipetrain.runtime.arguments import SUM, check_batch
@@ -30,7 +31,7 @@ from pipetrain.runtime.cut import (
 )
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.generation import Choose, Generation, OnToken, Request
-from pipetrain.runtime.host_copies import HostCopies, checked_limit
+from pipetrain.runtime.host_copies import HostCopies
 from pipetrain.runtime.losses import LossCheck, loss_of_all
 from pipetrain.runtime.skips import Skips
 from pipetrain.schedule.alive import peak_on_host

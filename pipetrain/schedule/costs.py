@@ -27,7 +27,8 @@ class Costs:
     `reduce` is the time in which a stage sums all its gradients over the replicas, one entry per stage; empty: 0 s. A part takes its
     share of it (`share_of`). `reduce_shared` is the time to sum a bucket with another stage; empty: as `reduce`.
 
-    `offload` is the time to copy a set to host memory, or back, one entry per stage; empty: as long as F.
+    `offload` is the time to copy a set to host memory, or back, one entry per stage; empty: as long as F. Where a schedule has copies, a hop
+    takes `copy_contention` times as long (an entry per edge; empty: as long as else): both use the host's memory, and often the same links.
 
     `input_gradient` and `weight_gradient` are I and W, into which a schedule may split B; empty: half of B each.
 
@@ -50,6 +51,7 @@ class Costs:
     reduce: tuple[float, ...] = ()
     reduce_shared: tuple[float, ...] = ()
     offload: tuple[float, ...] = ()
+    copy_contention: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -62,6 +64,16 @@ class Costs:
     @property
     def num_stages(self) -> int:
         return len(self.forward)
+
+    def beside_copies(self) -> Costs:
+        """The costs of a schedule with copies: `copy_contention` is in its hops."""
+        if not self.copy_contention:
+            return self
+        forward, backward = (
+            tuple(hop * factor for hop, factor in zip(own, self.copy_contention))
+            for own in (self.hop_forward, self.hop_backward)
+        )
+        return dataclasses.replace(self, hop_forward=forward, hop_backward=backward, copy_contention=())
 
     def of(self, kind: Kind, to_stage: bool = False) -> tuple[float, ...]:
         """Seconds of an op of `kind`, per stage. With `to_stage` the op names another stage (`Op.peer`). A message takes the same time at
@@ -93,6 +105,7 @@ class Costs:
         kept_share: Spread | None = None,
         reduce: Spread | None = None,
         offload: Spread | None = None,
+        copy_contention: Spread | None = None,
     ) -> Costs:
         """Costs from numbers: one number for all stages (for `hop`: all edges), or a list with one for each. If None, `input_gradient` and
         `weight_gradient` are half of B, the shares are unknown, `reduce` takes no time, and `offload` that of F.
@@ -113,10 +126,13 @@ class Costs:
                 raise ValueError(f"cost.{key}={list(values)}: times are finite, in seconds, 0 or more")
             return values
 
-        hops = fill("hop_seconds", hop, num_stages - 1, "edge between stages")
+        hops, factors = (
+            fill(key, value, num_stages - 1, "edge between stages")
+            for key, value in (("hop_seconds", hop), ("copy_contention", copy_contention))
+        )
         times = {"forward": forward, "backward": backward, "recompute": recompute, "reduce": reduce, "offload": offload}
         times |= {"input_gradient": input_gradient, "weight_gradient": weight_gradient}
         given = {f"{name}_seconds": time for name, time in times.items()}
         given |= {"input_share": input_share, "kept_share": kept_share}
         filled = {key.removesuffix("_seconds"): fill(key, value, num_stages, "stage") for key, value in given.items()}
-        return Costs(hop_forward=hops, hop_backward=hops, **filled)
+        return Costs(hop_forward=hops, hop_backward=hops, copy_contention=factors, **filled)

@@ -36,7 +36,7 @@ from pipetrain.schedule.recompute import (
 from pipetrain.schedule.reduce import add_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
-from pipetrain.schedule.search.by_stage import by_rule
+from pipetrain.schedule.search.by_stage import MOST_PLACED, by_rule
 from pipetrain.schedule.search.list_order import ListedOrder, OrderProblem, list_order
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.waits import add_waits
@@ -98,7 +98,7 @@ def make(spec: ScheduleSpec) -> Schedule:
     costs = spec.costs or Costs.spread(spec.num_stages)
     has_sets = spec.policy.offloads and spec.first_backward < spec.num_stages
     if has_sets and spec.order is None and (spec.family == AUTO or not decides_itself(draft_of(spec, _ordered(spec)))):
-        return _with_copies(spec, costs)
+        return with_copies(spec, costs)
     return _without_copies(spec, costs)
 
 
@@ -119,15 +119,21 @@ def _without_copies(spec: ScheduleSpec, costs: Costs) -> Schedule:
     return _fastest([lower(draft, kept, costs, orders) for kept in dict.fromkeys(kept_patterns(draft))], costs)
 
 
-def _with_copies(spec: ScheduleSpec, costs: Costs) -> Schedule:
-    """The fastest of the schedules in which `offload.py` places the sets and, unless offload=always, of the one without copies."""
+def with_copies(spec: ScheduleSpec, costs: Costs, most_placed: int = MOST_PLACED) -> Schedule:
+    """The fastest of the schedules in which `offload.py` places the sets, of those that `by_stage.py` finds for the family `auto`, and, unless
+    offload=always, of the one without copies. With fewer microbatches `most_placed` it takes less time, and may be slower.
+
+    Raises:
+        ValueError: as `make_schedule`.
+    """
     plain = _without_copies(
         dataclasses.replace(spec, policy=dataclasses.replace(spec.policy, offload=Offload.NONE)), costs
     )
     own = [[op for op in plain.lane(rank, Lane.COMPUTE) if op.kind is not RECOMPUTE] for rank in range(plain.num_ranks)]
-    placings = [Placing(draft_of(spec, own), costs)]
+    beside = costs.beside_copies()
+    placings = [Placing(draft_of(spec, own), beside)]
     if is_split(plain):  # right behind its I, W frees its set as soon as it may
-        placings.append(Placing(closed_up(draft_of(spec, own)), costs))
+        placings.append(Placing(closed_up(draft_of(spec, own)), beside))
     most = max(1, _MOST_PLACED // (spec.num_stages * spec.num_microbatches))
     rules = list(itertools.islice(rules_of_copies(), most))
     placed = min((placing.place(rule) for placing in placings for rule in rules), key=lambda one: one.seconds)
@@ -140,7 +146,7 @@ def _with_copies(spec: ScheduleSpec, costs: Costs) -> Schedule:
         found.insert(0, dataclasses.replace(plain, policy=spec.policy))
     if spec.family == AUTO:
         seconds = simulate(_fastest(found, costs), costs).step_seconds
-        for order in by_rule(problem_of(spec, costs), seconds):
+        for order in by_rule(problem_of(spec, beside), seconds, most_placed):
             with contextlib.suppress(ValueError):  # ops of length 0 at one moment may swap places
                 schedule = held_to(spec, lanes_of_ranks(spec, order))
                 check(schedule)

@@ -5,7 +5,8 @@ The model, which is also what the runtime does:
 - A rank runs one op that computes at a time, to its end. When it is free it takes the head of its compute lane if all that
   this op waits for has ended, otherwise the head of its recompute lane if that one may run. `halves.py` simulates drafts with W
   in the reduce lane, from which a rank takes an op only if no other lane has one. So the result shows where a W would fill a wait.
-- Copies to host memory and copies back are two more queues of a rank. Each runs one copy at a time, beside what the rank computes.
+- Copies to host memory and copies back are two more queues of a rank. Each runs one copy at a time, beside what the rank computes. In a
+  schedule with copies all messages take `Costs.copy_contention` times as long.
 - A tensor travels when its send may start, its receive is posted and the tensor before it on the same link has
   arrived; send and receive end together. So do the two ends of a REDUCE_GRAD. None of them occupies the rank.
 - One replica is simulated; the others are assumed to keep pace with it. So a REDUCE_GRAD over the replicas starts as soon as it may start
@@ -43,7 +44,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """
     if costs.num_stages != schedule.num_stages:
         raise ValueError(f"the costs are for {costs.num_stages} stages, the schedule has {schedule.num_stages}")
-    run = _Run(op_graph(schedule), costs, schedule.policy.share_of)
+    run = _Run(op_graph(schedule), costs.beside_copies() if schedule.offloaded else costs, schedule.policy.share_of)
     run.to_end()
     if min(run.end, default=0.0) < 0.0:
         chain = ", which waits for ".join(map(str, find_cycle(schedule)))

@@ -340,6 +340,7 @@ def _costs(config: RunConfig, num_stages: int, work: Sequence[float] | None = No
         kept_share=cost.kept_share,
         reduce=cost.reduce_seconds,
         offload=cost.offload_seconds,
+        copy_contention=cost.copy_contention,
     )
     return (lambda balance: costs_by_work(balance, work, mean)) if _tells_of_layers(config) else lambda _: mean
 

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipetrain.comm.device import CpuDevice
+from pipetrain.plan.host_memory import checked_limit
 from pipetrain.plan.plan import make_plan
-from pipetrain.runtime.host_copies import HostPool, checked_limit
+from pipetrain.runtime.host_copies import HostPool
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.alive import peak_on_host
 from pipetrain.schedule.make import make_schedule

@@ -20,7 +20,7 @@ from pipetrain.models.transformer import transformer_spec
 from pipetrain.plan.footprint import Holdings
 from pipetrain.plan.plan import make_plan
 from pipetrain.plan.planner import make_plans
-from pipetrain.plan.profile import Link, Profile
+from pipetrain.plan.profile import HostLink, Link, Profile
 from pipetrain.plan.space import PlanProblem
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.profiling import profile_layers
@@ -84,8 +84,7 @@ class Case:
 @functools.cache
 def link() -> Link:
     """Of two ranks of this machine, as `pipetrain profile` measures it."""
-    (found,) = run_ranks(2, measure_links, 2)[0]
-    return found
+    return run_ranks(2, measure_links, 2)[0].edges[0]
 
 
 def measured(case: Case, schedule: Schedule, balance: tuple[int, ...]) -> tuple[int, int, int]:
@@ -118,6 +117,24 @@ def test_a_plan_that_fits_stays_within_its_budget(seed: int) -> None:
         lines = first.memory[rank]
         assert (lines.weights, lines.gradients, lines.optimizer_state) == (weights, gradients, 2 * weights), said
         assert weights + gradients + 2 * weights + activations <= budget, said
+        assert abs(first.peak_activation_bytes[rank] - activations) <= MOST_OFF * activations, said
+
+
+@pytest.mark.quick("0")
+@pytest.mark.parametrize("seed", range(5), ids=str)
+def test_a_plan_with_copies_fits_too(seed: int) -> None:
+    """Its tensors are large enough to be copied, and copies quick enough to be chosen."""
+    model = ModelConfig(num_hidden_layers=6 + seed, hidden_size=64, num_attention_heads=2)
+    case = Case(model, 16, 8, 320 + 32 * seed, 2)
+    problem = case.problem(**{"recompute.offload": "always", "recompute.sets": 2, "pipeline.schedule": "auto"})
+    quick = HostLink(1e12, 1e12, 1e12)
+    plans = make_plans(dataclasses.replace(problem, profile=dataclasses.replace(problem.profile, host=quick)))
+    plan = min((one for one in plans.plans if one.schedule.offloaded), key=lambda one: one.peak_bytes)
+    first = plan.candidate
+    found = run_ranks(2, measured, case, plan.schedule, first.balance)
+    for rank, (weights, gradients, activations) in enumerate(found):
+        said = f"rank {rank}: {activations} bytes, foreseen {first.peak_activation_bytes[rank]}, {first.memory[rank]}"
+        assert 3 * weights + gradients + activations <= plan.peak_bytes, said
         assert abs(first.peak_activation_bytes[rank] - activations) <= MOST_OFF * activations, said
 
 

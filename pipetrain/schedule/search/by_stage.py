@@ -43,7 +43,7 @@ _FINEST = 1 / 500  # of a step: steps this close are not told apart
 _AHEAD = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 1e6)  # so many R early F ends
 _TRIES = list(itertools.product(_AHEAD, map(CopyRule, (2.0, 2.0, 2.5, 3.0, 3.0, 2.5), (0.0, 0.5, 0.25, 0.0, 0.5, 1.0))))
 random.Random(0).shuffle(_TRIES)  # so that the first of them are of all sorts
-_MOST_PLACED = 2**16  # microbatches that `by_rule` places: a second or two
+MOST_PLACED = 2**16  # microbatches that `by_rule` places: a second or two
 _ATTEMPTS = 8  # that it makes at most
 _MOST_HINTED = 2**13  # microbatches that the rule places for one stage before the solver begins
 _ROUNDING = 1e-6
@@ -56,11 +56,12 @@ Lanes = tuple[tuple[Op, ...], ...]  # of each stage the ops in the order in whic
 _NO_BOUNDS: Bounds = [], []
 
 
-def by_rule(problem: OrderProblem, seconds: float) -> Iterator[ListedOrder]:
-    """Better and better orders than one whose step takes `seconds`, as they are found; the same ones on any machine."""
+def by_rule(problem: OrderProblem, seconds: float, most_placed: int = MOST_PLACED) -> Iterator[ListedOrder]:
+    """Better and better orders than one whose step takes `seconds`, as they are found; the same ones on any machine. `most_placed` microbatches
+    are placed in all."""
     unit = unit_of(problem.costs, seconds)
     whole, attempts = replace(problem, costs=in_units(problem.costs, unit)), itertools.count()
-    most = max(1, _MOST_PLACED // (_ATTEMPTS * _VARIANTS * problem.num_stages * problem.num_microbatches))
+    most = max(1, most_placed // (_ATTEMPTS * _VARIANTS * problem.num_stages * problem.num_microbatches))
 
     def attempt(step: int) -> Lanes | None:
         tries = (

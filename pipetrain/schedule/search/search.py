@@ -128,7 +128,7 @@ def _best_with_copies(
         sound = _sound(spec, lanes_of_ranks(spec, order))
         return min((simulate(schedule, costs).step_seconds for schedule in sound), default=math.inf)
 
-    for order in by_solver(problem_of(spec, costs), found.seconds, left, step_of):
+    for order in by_solver(problem_of(spec, costs.beside_copies()), found.seconds, left, step_of):
         better = _sound(spec, lanes_of_ranks(spec, order))
         found = _found(spec, costs, [found.schedule, *better], found.least_seconds)
     if cache is not None:
@@ -209,7 +209,7 @@ def write_order(folder: Path, spec: ScheduleSpec, costs: Costs, found: CachedOrd
 
 def _cache_file(folder: Path, spec: ScheduleSpec, costs: Costs) -> Path:
     policy, times = spec.policy, asdict(costs)
-    copies = (times.pop("offload"), policy.offload, policy.host_sets)
+    copies = (times.pop("offload"), times.pop("copy_contention"), policy.offload, policy.host_sets)
     problem = (
         _CACHE_FORMAT,
         times,

@@ -1,0 +1,109 @@
+"""A plan sends sets to host memory where that is faster in the same bytes, and only where the time of a copy is known."""
+
+import dataclasses
+import math
+
+import pytest
+from random_plans import layer, random_problem
+
+from pipetrain.plan.footprint import Holdings
+from pipetrain.plan.planner import Plans, host_bytes_of, make_plans
+from pipetrain.plan.profile import HostLink, Profile
+from pipetrain.plan.space import PlanProblem
+from pipetrain.schedule.check import check
+from pipetrain.schedule.costs import Costs
+from pipetrain.schedule.make import make_schedule
+from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.simulate import simulate
+
+STAGES, MICROBATCHES = 4, 16
+HELD = {"parallel.num_replicas": 1, "pipeline.num_microbatches": MICROBATCHES}
+
+
+def profile(copy_seconds: float) -> Profile:
+    """Four equal layers, a stage each: F and R 1 s, B 2 s, a set of 1,000 bytes."""
+    speed = 1000 / copy_seconds
+    layers = [layer(number, 1.0, 990, 10, 1) for number in range(STAGES)]
+    same = [dataclasses.replace(one, recompute_last_seconds=1.0) for one in layers]
+    return Profile(layers=tuple(same), host=HostLink(speed, speed, speed))
+
+
+def problem(copy_seconds: float = 2.0, **held: object) -> PlanProblem:
+    """Without the proof of the first step, which holds a set more."""
+    given = {**HELD, **held}
+    return PlanProblem(
+        profile(copy_seconds), MICROBATCHES, STAGES, MICROBATCHES, held=given, holdings=Holdings(proves=False)
+    )
+
+
+def with_copies(plans: Plans) -> list[str]:
+    return [str(one.choice.offload) for one in plans.plans if one.choice.offload != "none"]
+
+
+def test_copies_bring_the_time_of_more_sets() -> None:
+    """Two sets of four: faster than by recomputation alone, and 4 % from the step with all of them."""
+    held = {"pipeline.schedule": "auto", "pipeline.split_backward": False}
+    plans, plain = make_plans(problem(**held)), make_plans(problem(**held, **{"recompute.offload": "none"}))
+    best = next(one for one in plans.plans if one.choice.offload == "auto" and max(one.choice.slots or ()) == 2)
+    assert best.step_seconds <= 1.045 * 57.0
+    assert best.step_seconds < plain.within(best.peak_bytes)[0].step_seconds
+    check(best.schedule)
+    assert best.keys["recompute.offload"] == "auto"
+    assert best.candidate.host_bytes == host_bytes_of(best.schedule, best.costs)
+    assert max(best.candidate.host_bytes) > 0
+    assert best.candidate.as_json()["offload"] == "auto"
+
+
+def test_slow_copies_are_declined() -> None:
+    assert with_copies(make_plans(problem(40.0))) == []
+
+
+def test_without_the_time_of_a_copy_nothing_is_copied() -> None:
+    unknown = dataclasses.replace(problem(), profile=dataclasses.replace(profile(2.0), host=None))
+    assert with_copies(make_plans(unknown)) == []
+
+
+@pytest.mark.parametrize("word", ["none", "always"])
+def test_what_was_typed_is_held(word: str) -> None:
+    plans = make_plans(problem(**{"recompute.offload": word}))
+    assert {str(one.choice.offload) for one in plans.plans if one.choice.slots} == {word}
+    assert all("recompute.offload" not in one.keys for one in plans.plans)
+
+
+def test_no_plan_may_take_more_host_memory_than_there_is() -> None:
+    limited = make_plans(dataclasses.replace(problem(), host_bytes=4_000))  # of four sets
+    found = [one for one in limited.plans if one.choice.offload == "auto"]
+    assert found
+    assert all(max(one.choice.limits or ()) <= 4 for one in found)
+    assert with_copies(make_plans(dataclasses.replace(problem(), host_bytes=999))) == []
+
+
+@pytest.mark.quick("0", "1", "2")
+@pytest.mark.parametrize("seed", range(100), ids=str)
+def test_copies_never_make_a_budget_slower(seed: int) -> None:
+    """Whatever else is found: the plans without copies are among those with them."""
+    plain = random_problem(seed)
+    speed = 500.0 * (1 + seed % 5)
+    host = HostLink(speed, speed, speed, 1.0 + 0.1 * (seed % 3))
+    copied = dataclasses.replace(plain, profile=dataclasses.replace(plain.profile, host=host))
+    plans, others = make_plans(plain), make_plans(copied)
+    budgets = sorted({one.peak_bytes for one in (*plans.plans, *others.plans)})
+    steps = [
+        [min((one.step_seconds for one in found.within(budget)), default=math.inf) for budget in budgets]
+        for found in (plans, others)
+    ]
+    assert all(with_host <= without for without, with_host in zip(*steps))
+    assert steps[1] == sorted(steps[1], reverse=True)
+
+
+def test_messages_take_longer_beside_copies() -> None:
+    quiet = Costs.spread(STAGES, hop=0.1, offload=1.0)
+    busy, slow = dataclasses.replace(quiet, copy_contention=(5.0,) * 3), Costs.spread(STAGES, hop=0.5, offload=1.0)
+    policy = RecomputePolicy(sets=2, offload="always")  # type: ignore[arg-type]
+    copied, plain = (
+        make_schedule("1f1b", num_stages=STAGES, num_microbatches=6, recompute=how, costs=quiet)
+        for how in (policy, RecomputePolicy())
+    )
+    assert simulate(copied, busy) == simulate(copied, slow)
+    assert simulate(copied, busy).step_seconds > simulate(copied, quiet).step_seconds
+    assert simulate(plain, busy) == simulate(plain, quiet)
