@@ -16,7 +16,7 @@ from pipetrain.plan.candidates import RankMemory
 from pipetrain.plan.profile import Profile, costs_of_layers
 from pipetrain.schedule.alive import OPENS_STASH, brings_set, ends_stash, peak_stash, places_freed
 from pipetrain.schedule.events import OpEvent, Timeline
-from pipetrain.schedule.kinds import FINISHING, OFFLOAD, PASS_SEQUENCES, RECOMPUTE, RELOAD, SPLITTING, Direction, Lane
+from pipetrain.schedule.kinds import FINISHING, PASS_SEQUENCES, RECOMPUTE, RELOAD, SPLITTING, Direction, Lane
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.recompute import order_of
@@ -244,8 +244,6 @@ class Footprint:
         """Bytes of activations that the end of `op` frees. What W needs stays after I."""
         parts, is_proved = self.parts[op.stage], (op.stage, op.microbatch) in proved
         is_kept = (op.stage, op.microbatch) in schedule.kept | schedule.offloaded
-        if op.kind is OFFLOAD:
-            return sum(part.full_if_kept for part in parts)
         if op.kind is RECOMPUTE:
             return parts[op.part or 0].largest if is_proved else 0
         sizes = [part.full_if_kept if is_kept else part.full_if_proved if is_proved else part.full for part in parts]

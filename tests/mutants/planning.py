@@ -39,13 +39,6 @@ MUTANTS = (
         ("tests/plan/test_plans_with_copies.py", "-k", "messages"),
     ),
     Mutant(
-        "a set that came back is not counted",
-        "pipetrain/plan/footprint.py",
-        "if op.kind is RELOAD:",
-        "if False:",
-        ("tests/runtime/test_plans_fit.py", "-k", "copies"),
-    ),
-    Mutant(
         "a slower plan of as many bytes is on the frontier",
         "pipetrain/plan/planner.py",
         "if not found or entry[0] * _SAME < found[-1][0]:",
