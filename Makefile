@@ -62,6 +62,7 @@ mutants: env  ## named one-line breakages, each of which must turn a test red
 gpu-check:  ## what only CUDA can do; needs torch and pytest in $(PYTHON), nothing else
 	$(PYTHON) -m pytest -p no:cacheprovider -c tests/gpu.ini -m gpu -k "not sanitized" --durations=5 tests/gpu
 	TORCH_CUDA_SANITIZER=1 $(PYTHON) -m pytest -p no:cacheprovider -c tests/gpu.ini -m gpu -k "sanitized or slow_producer" tests/gpu
+	$(PYTHON) -m benchmarks.copies
 	$(PYTHON) -m benchmarks.command replay --rounds=1 --json=gpu-check.json
 
 clean:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pipetrain.comm.device_clock import AnchoredClock, StepClock
 from pipetrain.comm.failure import Monitor
+from pipetrain.comm.numa import cores_of_node, on_cores
 
 Stream = Any  # of the device that made it
 Event = Any
@@ -173,8 +174,13 @@ class CudaDevice(CpuDevice):
             return event.query()  # type: ignore[no-any-return, no-untyped-call]
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), on_cores(self._cores_near()):
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def _cores_near(self) -> frozenset[int]:
+        properties = torch.cuda.get_device_properties(self._device)
+        numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+        return frozenset() if None in numbers else cores_of_node("{:04x}:{:02x}:{:02x}.0".format(*numbers))
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from pipetrain.comm.device import device_of
 from pipetrain.monitor.residuals import measure_costs
+from pipetrain.plan.plan import make_plan
 from pipetrain.plan.profile import HostLink, Link, Links
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.costs import Costs
@@ -50,20 +51,15 @@ def _mean(output: Tensor, _: Tensor) -> Tensor:
     return output.mean()
 
 
-def measure_links(num_stages: int) -> Links | None:
-    """What rank 0 finds; None on the other ranks, and if there is only one. Collective, over so many stages.
+def measure_links(num_stages: int, edges: str = "auto") -> Links | None:
+    """What rank 0 finds; None on the other ranks, and if there is only one. Collective, over so many stages. `edges`: as in `make_plan`.
 
     1F1B has an activation and a gradient on each link at once. A hop lasts from when both ends are ready to the arrival.
     """
-    layers, balance = [_Pass() for _ in range(num_stages)], [1] * num_stages
+    layers = [_Pass() for _ in range(num_stages)]
+    plan = make_plan(num_stages, num_ranks=num_stages, num_microbatches=_MICROBATCHES, edges=edges)
     with Pipeline(
-        layers,
-        _mean,
-        num_microbatches=_MICROBATCHES,
-        schedule="1f1b",
-        recompute="never",
-        balance=balance,
-        timeout_seconds=_MOST_SECONDS,
+        layers, _mean, plan=plan, schedule="1f1b", recompute="never", timeout_seconds=_MOST_SECONDS
     ) as pipeline:
         of_small, of_large = _hops(pipeline, _SMALL), _hops(pipeline, _LARGE)
         with _copying(pipeline.device):

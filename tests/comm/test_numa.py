@@ -1,0 +1,43 @@
+"""Pinned memory is taken by a thread on the cores near its GPU, which then runs where it ran."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pipetrain.comm.numa import cores_of_node, on_cores
+
+ADDRESS = "0000:1b:00.0"
+
+
+def machine(folder: Path, node: str, cores: str = "") -> Path:
+    (folder / "bus/pci/devices" / ADDRESS).mkdir(parents=True)
+    (folder / "bus/pci/devices" / ADDRESS / "numa_node").write_text(node)
+    (folder / "devices/system/node/node1").mkdir(parents=True)
+    (folder / "devices/system/node/node1/cpulist").write_text(cores)
+    return folder
+
+
+def test_the_cores_are_those_of_the_node_of_the_device(tmp_path: Path) -> None:
+    assert cores_of_node(ADDRESS, machine(tmp_path, "1\n", "0-2,8,10-11\n")) == {0, 1, 2, 8, 10, 11}
+
+
+@pytest.mark.parametrize(
+    ("node", "cores"), [("-1\n", "0-1"), ("0\n", "0-1"), ("1\n", ""), ("none", "0"), ("1\n", "a-b")]
+)
+def test_a_machine_that_does_not_tell_has_none(tmp_path: Path, node: str, cores: str) -> None:
+    assert cores_of_node(ADDRESS, machine(tmp_path, node, cores)) == frozenset()
+    assert cores_of_node("0000:ff:00.0", tmp_path) == frozenset()
+
+
+def test_a_thread_is_on_the_cores_and_then_on_its_own() -> None:
+    own = os.sched_getaffinity(0)
+    one = min(own)
+    with on_cores({one, 10**6}):
+        assert os.sched_getaffinity(0) == {one}
+    assert os.sched_getaffinity(0) == own
+    with on_cores({10**6}):
+        assert os.sched_getaffinity(0) == own
+    with pytest.raises(ValueError, match="inside"), on_cores({one}):
+        raise ValueError("inside")
+    assert os.sched_getaffinity(0) == own
