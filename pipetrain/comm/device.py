@@ -179,8 +179,10 @@ class CudaDevice(CpuDevice):
 
     def _cores_near(self) -> frozenset[int]:
         properties = torch.cuda.get_device_properties(self._device)
-        numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-        return frozenset() if None in numbers else cores_of_node("{:04x}:{:02x}:{:02x}.0".format(*numbers))
+        domain, bus, place = (getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+        if domain is None or bus is None or place is None:  # an older torch
+            return frozenset()
+        return cores_of_node(f"{domain:04x}:{bus:02x}:{place:02x}.0")
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
