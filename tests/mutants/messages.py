@@ -4,6 +4,13 @@ from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a thread stays on the cores of a NUMA node",
+        "pipetrain/comm/numa.py",
+        "        os.sched_setaffinity(0, own)",
+        "        pass",
+        ("tests/comm/test_numa.py",),
+    ),
+    Mutant(
         "neighbours stand where the other order has them",
         "pipetrain/comm/coordinates.py",
         "            stage, replica = divmod(rest, self.replica)",
