@@ -32,7 +32,7 @@ ROOMS = {
     "plan": 3616,
     "runtime": 4868,
     "schedule": 6024,
-    "snapshot": 1505,
+    "snapshot": 1509,
     "stage": 4891,
     "train.py": 324,
     "trainer": 1596,

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -54,6 +55,9 @@ class Image:
             code = int(found[1]) if found else errno.EIO
             raise OSError(code, os.strerror(code) if found else str(error)) from error
         (folder / path).chmod(FILE_MODE)
-        with (folder / path).open("rb") as file:
-            os.fsync(file.fileno())
-        return record_of(folder, path)
+        # The disk is waited for while the checksum is made, which reads what is still in memory.
+        with (folder / path).open("rb") as file, ThreadPoolExecutor(1, "sync") as thread:
+            synced = thread.submit(os.fsync, file.fileno())
+            record = record_of(folder, path)
+            synced.result()
+        return record
