@@ -31,7 +31,7 @@ ROOMS = {
     "optim": 305,
     "plan": 3616,
     "runtime": 4868,
-    "schedule": 6024,
+    "schedule": 6040,
     "snapshot": 1509,
     "stage": 4891,
     "train.py": 324,

@@ -50,17 +50,19 @@ def closed_up(draft: Schedule) -> Schedule:
     return draft.with_compute([lane(_compute(draft, rank)) for rank in range(draft.num_ranks)])
 
 
-def orders_of_w(closed: Schedule, costs: Costs, given: Schedule | None = None) -> tuple[Schedule, ...]:
+def orders_of_w(closed: Schedule, costs: Costs, given: Schedule | None = None) -> Iterator[Schedule]:
     """Orders to choose from: each W right behind its I, or where `given` has it; and each W where its rank would wait.
 
     If an op needs the activation slot that a W holds, that W comes earlier than in `given`.
     """
     if given is None:
-        return closed, _where_ranks_wait(closed, costs, max(peak_stash(closed), default=0))
+        yield closed
+        yield _where_ranks_wait(closed, costs, max(peak_stash(closed), default=0))
+        return
     number = {op: place for rank in range(given.num_ranks) for place, op in enumerate(_compute(given, rank))}
     # An R, which the generator did not know of, stands with the I that reads its set.
-    as_given = _put_off(closed, _needs(closed, None), lambda op: number[op] if op in number else number[_turn_of(op)])
-    return as_given, _where_ranks_wait(closed, costs, max(peak_stash(given), default=0))
+    yield _put_off(closed, _needs(closed, None), lambda op: number[op] if op in number else number[_turn_of(op)])
+    yield _where_ranks_wait(closed, costs, max(peak_stash(given), default=0))
 
 
 def _where_ranks_wait(closed: Schedule, costs: Costs, most: int) -> Schedule:

@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from pipetrain.schedule.check import check, stash_within_bounds, violation_of
 from pipetrain.schedule.costs import Costs
@@ -35,7 +35,7 @@ from pipetrain.schedule.recompute import (
 )
 from pipetrain.schedule.reduce import add_reduces
 from pipetrain.schedule.schedule import Schedule
-from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.schedule.schedule_spec import MOST_COMPARED, ScheduleSpec
 from pipetrain.schedule.search.by_stage import MOST_PLACED, by_rule
 from pipetrain.schedule.search.list_order import ListedOrder, OrderProblem, list_order
 from pipetrain.schedule.simulate import simulate
@@ -45,7 +45,7 @@ _OF_BACKWARD = GIVES_GRADIENTS | {RECOMPUTE, OFFLOAD, RELOAD}
 
 _MOST_PLACED = 2**13  # stages x microbatches x rules of `offload.py`: a second or two
 
-OrdersOfW = Callable[[Schedule, Costs], tuple[Schedule, ...]]
+OrdersOfW = Callable[[Schedule, Costs], Iterator[Schedule]]
 
 
 def make_schedule(
@@ -108,6 +108,8 @@ def _without_copies(spec: ScheduleSpec, costs: Costs) -> Schedule:
         if spec.order is not None:
             return held_to(spec, spec.order)
         order = lanes_of_ranks(spec, list_order(problem_of(spec, costs)))
+        if spec.num_stages * spec.num_microbatches > MOST_COMPARED:
+            return _as_ordered(spec, order)
         # If both are equally fast, R starts as soon as a slot is free: real ops never take exactly their costs, and this order adapts.
         return _fastest([_as_ordered(spec, order), held_to(spec, order)], costs)
     draft, orders = _split(spec, draft_of(spec, _ordered(spec)))
@@ -251,7 +253,9 @@ def lower(draft: Schedule, chosen: Sets, costs: Costs, orders: OrdersOfW | None 
     In a draft with I and W, each W is right behind its I. `orders` then makes the orders of W to choose from.
     """
     recomputed = add_recompute(draft, chosen)
-    usual = _fastest([with_waits(order) for order in (orders(recomputed, costs) if orders else (recomputed,))], costs)
+    made = orders(recomputed, costs) if orders else iter((recomputed,))
+    is_large = draft.num_stages * draft.num_microbatches > MOST_COMPARED
+    usual = _fastest([with_waits(order) for order in itertools.islice(made, 1 if is_large else None)], costs)
     if decides_itself(draft) or not has_gaps_for_r(usual):
         return usual
     return _fastest([with_waits(into_gaps(usual, costs)), usual], costs)

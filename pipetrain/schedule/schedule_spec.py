@@ -13,6 +13,8 @@ from pipetrain.schedule.policy import LastStage, RecomputePolicy
 
 # Stages x microbatches. A schedule with this many takes half a minute to make, check and simulate; one with ten times as many, ten minutes.
 MOST_PASSES = 2**17
+# Beyond, one order is made where of fewer the fastest of several is chosen: to make and simulate each takes seconds.
+MOST_COMPARED = 2**14
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,13 @@ from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "an order is searched for however long one takes",
+        "pipetrain/schedule/search/search.py",
+        "if spec.num_stages * spec.num_microbatches > MOST_COMPARED:",
+        "if False:",
+        ("tests/schedule/test_large.py", "-k", "nothing_is_searched"),
+    ),
+    Mutant(
         "early: R goes where no place is free",
         "pipetrain/schedule/recompute.py",
         "policy, mode=Mode.OVERLAP)",

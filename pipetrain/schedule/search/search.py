@@ -29,7 +29,7 @@ from pipetrain.schedule.make import held_to, lanes_of_ranks, make, problem_of
 from pipetrain.schedule.policy import Keep, Offload
 from pipetrain.schedule.recompute import order_of
 from pipetrain.schedule.schedule import Schedule
-from pipetrain.schedule.schedule_spec import ScheduleSpec
+from pipetrain.schedule.schedule_spec import MOST_COMPARED, ScheduleSpec
 from pipetrain.schedule.search.by_stage import by_solver
 from pipetrain.schedule.search.list_order import Effort, ListedOrder, climb
 from pipetrain.schedule.search.polish import can_polish, polish
@@ -75,7 +75,8 @@ def best_schedule(
     """The best schedule for `spec`, of the family `auto`, that is found with `effort`; it passes `check`.
 
     `cache` is the folder for results; None: they are not stored. `say` gets a line if the search takes time. With an effort of
-    0 seconds only the rule, the named families and the stored result are tried.
+    0 seconds only the rule, the named families and the stored result are tried; with more than `MOST_COMPARED` stages x microbatches the
+    rule alone.
 
     Raises:
         ValueError: as `make`.
@@ -83,6 +84,11 @@ def best_schedule(
     spec = replace(spec, costs=costs)
     if spec.policy.offloads and spec.first_backward < spec.num_stages:
         return _best_with_copies(spec, costs, effort, cache, say)
+    if (
+        spec.num_stages * spec.num_microbatches > MOST_COMPARED
+    ):  # whoever shows or runs it checks it, as any schedule that was not searched for
+        schedule = make(spec)
+        return FoundSchedule(schedule, simulate(schedule, costs).step_seconds, problem_of(spec, costs).least_seconds())
     known = None if cache is None else read_order(cache, spec, costs)
     found = _found(spec, costs, _schedules(spec, known), 0.0 if known is None else known.least_seconds)
     if effort.seconds == 0 or found.is_proven or (known is not None and known.searched_seconds >= effort.seconds):
