@@ -34,15 +34,15 @@ MUTANTS = (
     Mutant(
         "halves: the order with W behind their I is not among those to choose from",
         "pipetrain/schedule/halves.py",
-        "        return closed, _where_ranks_wait",
-        "        return _where_ranks_wait(closed, costs, 10**6), _where_ranks_wait",
+        "        yield closed\n",
+        "        yield _where_ranks_wait(closed, costs, 10**6)\n",
         ("tests/schedule/test_halves.py", "-k", "never_slower or holds_more"),
     ),
     Mutant(
         "halves: a family's own place for W is forgotten",
         "pipetrain/schedule/halves.py",
-        "    return as_given, ",
-        "    return closed, ",
+        "    yield _put_off(closed, _needs(closed, None)",
+        "    yield closed or _put_off(closed, _needs(closed, None)",
         ("tests/schedule/test_schedule_families.py", "-k", "zero_bubble or staircase"),
     ),
     Mutant(

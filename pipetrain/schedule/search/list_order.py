@@ -32,7 +32,6 @@ from pipetrain.schedule.kinds import PASS_SEQUENCES, RECOMPUTE, Direction, Kind
 from pipetrain.schedule.messages import writes_boundary
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import Keep, Mode, RecomputePolicy
-from pipetrain.schedule.schedule_spec import MOST_COMPARED
 
 _SLOPES = (1.0, 1.5, 2.0, 2.5, 3.0, math.inf)  # microbatches in flight per later stage: 1 is 1F1B, inf GPipe
 _EXTRAS = (0, 1, 2)
@@ -144,8 +143,7 @@ def rules_of(problem: OrderProblem) -> Iterator[ListRule]:
     All of them, some hundred, where that takes a second or two; evenly spread ones where there are more ops.
     """
     rules = list(_all_rules(problem))
-    size = problem.num_stages * problem.num_microbatches
-    most = 1 if size > MOST_COMPARED else max(_FEWEST_RULES, _MOST_LISTED // size)
+    most = max(_FEWEST_RULES, _MOST_LISTED // (problem.num_stages * problem.num_microbatches))
     yield from rules[:: -(-len(rules) // most)]
 
 

@@ -84,9 +84,8 @@ def best_schedule(
     spec = replace(spec, costs=costs)
     if spec.policy.offloads and spec.first_backward < spec.num_stages:
         return _best_with_copies(spec, costs, effort, cache, say)
-    if (
-        spec.num_stages * spec.num_microbatches > MOST_COMPARED
-    ):  # whoever shows or runs it checks it, as any schedule that was not searched for
+    if spec.num_stages * spec.num_microbatches > MOST_COMPARED:
+        # Whoever shows or runs it checks it, as any schedule that was not searched for.
         schedule = make(spec)
         return FoundSchedule(schedule, simulate(schedule, costs).step_seconds, problem_of(spec, costs).least_seconds())
     known = None if cache is None else read_order(cache, spec, costs)
