@@ -54,9 +54,9 @@ _OF_ONE = 0.1  # at most for one named family
 # A named family counts as so many orders of the rule: made, made with I and W, where it may keep sets, left out unmade.
 _OF_MAKING, _OF_SPLITTING, _OF_KEEPING, _OF_LEAVING = 12, 30, 70, 3
 # An order with copies counts as so many of the rule. All of them together may take this much work.
-_OF_COPYING, _WORK_OF_COPIES = 60, 120_000
+_OF_COPYING, _WORK_OF_COPIES = 60, 100_000
 _PLACED = 2**13  # microbatches in the search for one of them
-_COPYING = 3  # orders with copies that are made as a run makes them; a second or two each
+_COPYING = 2  # orders with copies that are made as a run makes them; a second or two each
 _DEEP = 5  # layers of the frontier
 _SEARCHED, _MOST_SEARCHED = 6, 512  # of the frontier, from the fastest to the smallest; stages x microbatches
 _RULES, _STEPS, _MOST_POLISHED = 60, 1.0, 128  # of one search; CP-SAT needs minutes for more stages x microbatches
