@@ -3,7 +3,7 @@
 A copy of the layer, which shares its parameters, runs on what the layer gets, with its seed:
 
     ahead of F   [1] does it take a gradient inside its forward? Saved-tensor hooks prevent that, so it runs without, and is kept
-    after F      [2] does it save, a second time, what F has saved?  [3] does it change its attributes? If so, it is kept
+    after F      [2] does it save something else than F has saved?  [3] does it change its attributes? If so, it is kept
                  [4] does memory stay allocated besides its output and its saved tensors?
 
 The proof (`proof.py`) compares R itself with F, and raises an error. The copy finds differences earlier, when the layer can be kept.
