@@ -1,4 +1,4 @@
-"""Agreement of all ranks: when a pipeline is made, on its arguments; before each call, on its kind, its shapes and its weights."""
+"""Makes all ranks agree: on the arguments when a pipeline is made; on kind, shapes and trained weights before each call."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Introduction:
 def introduced(group: Group) -> Iterator[Introduction]:
     """In the block a rank makes its own part and fills in its introduction; then it compares with the other ranks. Collective.
 
-    Raises ValueError, the same on every rank: what the first rank that failed raised (ValueError, TypeError); or which rank was given something
-    else than rank 0.
+    Raises ValueError, the same on every rank: the first failing rank's ValueError or TypeError; or a message that names the rank whose
+    arguments differ from those of rank 0.
     """
     own, problem = Introduction(), None
     try:
@@ -115,8 +115,8 @@ class Call:
     """One call of the pipeline, as this rank knows it.
 
     `described` says whether messages to and from the stage before, and the stage after, carry their form (`comm/forms.py`).
-    `first_backward` is the first stage with a parameter that needs a gradient. A rank may know only the stages up to its own: if none
-    of these needs one, it may have `num_stages` here, with the same effect. The microbatches `idle` count nothing: their ops do nothing.
+    `first_backward` is the first stage with a parameter that needs a gradient. A rank may know only the stages up to its own. If none of
+    them needs a gradient, its `first_backward` may be `num_stages`, with the same effect. Ops of the microbatches `idle` do nothing.
     `weights` has the weight of each in the loss of all replicas; None with one replica whose targets are not counted.
     """
 
@@ -156,7 +156,7 @@ class Calls:
         self._signatures: dict[Any, int] = {}
         self._values: dict[int, str] = {}
         self._forms: dict[int, dict[Op, Form]] = {}
-        # (signature, 0 for the edges before or 1 for those after) -> (`_num_changes` then, microbatches whose forms both ends know since then)
+        # (signature, 0: edges before, 1: edges after) -> (`_num_changes` at that call, microbatches whose forms both ends have known since)
         self._told: dict[tuple[int, int], tuple[int, frozenset[int]]] = {}
         self._trainable: dict[int, list[bool]] = {}  # of this rank's stages, which parameters need a gradient
         self._num_changes = 0  # of what needs a gradient, and of plain values
@@ -224,7 +224,7 @@ class Calls:
         return self._call_of(header, changes, None if weights is None else weights[self._replicas.rank])
 
     def _header_of(self, kind: str, inputs: Any, *, is_training: bool, mistake: str | None) -> dict[str, Any]:
-        """What the other ranks are told of a call; a mistake in the inputs travels in it, so that every rank raises it."""
+        """The header of a call for the other ranks. It also carries a mistake in the inputs, so that every rank raises it."""
         most = self._most_microbatches
         try:
             if mistake:
@@ -291,8 +291,8 @@ class Calls:
 
 
 def _weights_of(headers: Sequence[Mapping[str, Any]]) -> tuple[list[list[float]], str | None]:
-    """The weight of each microbatch of each replica in the loss of all, by its count, else by its rows; and what is wrong with it, or None. If no
-    target is cut, the microbatches of a replica weigh the same."""
+    """The weight of each microbatch of each replica in the loss of all, by its count, else by its rows; and the error in the counts, or None. If
+    no target is cut, the microbatches of a replica have equal weights."""
     counts = [
         one["counts"][: one["num_microbatches"]]
         if "counts" in one

@@ -134,7 +134,7 @@ class Assembly:
 
     @property
     def fingerprint(self) -> str:
-        """What all ranks must have been given. It has the ties: else a rank without them would skip the sum for which another waits."""
+        """What all ranks must have in common, ties included: a rank without them would skip a sum for which another waits."""
         tied = {"tied": self.spec.tied} if self.spec.tied else {}
         return json.dumps({**self.spec.fingerprint, **tied}, sort_keys=True)
 
@@ -164,7 +164,7 @@ def kept_layers(entries: Sequence[str], layers: Mapping[int, nn.Module], num_lay
 
 
 def _num_shared(spec: ModelSpec, plan: Plan) -> float:
-    """How many parameters and states stages share; infinity: they may not share that much, or a stage has no parameters."""
+    """How many parameters and states stages share; infinity: more than stages may share, or a stage has no parameters."""
     try:
         for stage in range(plan.num_stages):
             known = [spec.modules[index] for index in plan.layers_of(stage) if index in spec.modules]

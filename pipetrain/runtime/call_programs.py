@@ -37,7 +37,7 @@ class Programs:
     parameters; a given `Schedule` gets a REDUCE_GRAD for each. `work` has the relative time of each layer. If the schedule does not say
     which layers make a part, each part of a stage gets about equal work; with `work=None`, about equal numbers of layers.
 
-    Raises ValueError: what was given makes no schedule of this plan; ScheduleError: a schedule that could hang, or does not do what its policy
+    Raises ValueError: the given schedule does not fit this plan; ScheduleError: it could deadlock, or does not do what its policy
     says.
     """
 
@@ -106,7 +106,7 @@ class Programs:
 def with_shortest_step(
     plan: Plan, given: GivenSchedule, policy: RecomputePolicy, work: Sequence[float] | None
 ) -> tuple[Plan, str]:
-    """The plan with the balance (layers per stage) of the shortest simulated step, and a line that says so if that is not the given one.
+    """The plan whose balance (layers per stage) has the shortest simulated step, and a line that says so if the balance has changed.
     B takes as long as two F, R as one, a hop no time. `work` has the relative time of each layer; None: all take the same.
     """
     fixed = given if isinstance(given, Schedule) else None

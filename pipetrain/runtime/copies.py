@@ -57,8 +57,8 @@ def _send_over(own: Tensor | None, num_bytes: int, root: int, what: str, chain: 
 
 
 def make_one(tied: Iterable[tuple[str, str]], layers: Layers) -> None:
-    """Let names of this rank that `tied` says are one parameter share one: the first of them, however the layers were built. Raises ValueError:
-    they cannot be one; or a layer has no parameter of that name."""
+    """If `tied` says that names of this rank are one parameter, make the first of them the parameter of all. Raises ValueError: they cannot be
+    one; or a layer has no parameter of that name."""
     for names in groups_of(tied):
         first: nn.Parameter | None = None
         for name in names:
@@ -188,7 +188,7 @@ def _difference(parts: Sequence[list[list[Any]]], name_of: Callable[[int], str])
     differing = [one[0] for one, other in zip(parts[first], parts[odd[0]]) if one != other]
     rest = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
     names = [name_of(replica) for replica in odd]
-    if times == 1:  # nobody knows who is right
+    if times == 1:  # no two ranks agree, so none can be called wrong
         return f"{', '.join([name_of(first), *names])} differ in {differing[0]}{rest}"
     return (
         f"{', '.join(names)} {'differs' if len(names) == 1 else 'differ'} from {name_of(first)} in {differing[0]}{rest}"

@@ -95,7 +95,7 @@ def slices(batch: Tree, num_microbatches: int) -> list[Tree]:
 
 
 def own_rows(batch: Tree, replica: int, num_replicas: int, num_microbatches: int) -> Tree:
-    """The rows of one replica: its `num_microbatches` slices; with too few rows for these, its slice of a cut into `num_replicas`. Raises
+    """The rows of one replica: its `num_microbatches` slices. With too few rows for these, the batch is cut into one slice per replica. Raises
     ValueError: fewer rows than replicas, or tensors that disagree on their number."""
     rows = num_rows(batch, "the batch")
     if num_replicas == 1 or rows is None:
@@ -156,7 +156,7 @@ CountFn = Callable[[Any], Any]
 
 
 def counts_of(targets: Sequence[Any], count_fn: CountFn) -> list[int | float]:
-    """What `count_fn` says of the target of each microbatch. Raises ValueError: it says no number, or it fails; with the microbatch."""
+    """`count_fn` of the target of each microbatch. Raises ValueError, naming the microbatch: the result is no number, or the call fails."""
     return [_count(number, target, count_fn) for number, target in enumerate(targets)]
 
 
@@ -180,7 +180,7 @@ def _count(microbatch: int, target: Any, count_fn: CountFn) -> int | float:
 
 @dataclass(frozen=True)
 class Counted:
-    """What the rank of the last stage has found in the targets of a call; with a `problem` the counts say nothing."""
+    """Rows and counts of the targets of a call, from the rank of the last stage. If `problem` is set, the counts have no meaning."""
 
     rows: int | None = None  # of the targets; None where no tensor of them is cut
     counts: tuple[int | float, ...] = ()

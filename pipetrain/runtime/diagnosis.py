@@ -29,7 +29,7 @@ class Where(StrEnum):
     SUM = "sum of gradients"  # of its parameters over the microbatches, each of which is finite
 
 
-# Where, the microbatch (-1: of no single one), the layer in the whole model; the loss comes after the last.
+# (kind of value, microbatch or -1 for none, layer in the whole model); the loss is the layer after the last.
 _Seen = tuple[Where, int, int]
 
 

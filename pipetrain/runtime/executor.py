@@ -1,12 +1,12 @@
-"""Runs one rank's part of a schedule: a table from kind to what it does, and a loop.
+"""Runs one rank's part of a schedule: a table with a method for each kind of op, and a loop.
 
     F2   take     the microbatch, or what the stage before gave: a message, or left by a stage of this rank      [1]
          run      the stage                                                                                      [2]
          give     its output to the SEND, or to the stage of this rank that comes next                           [3]
 
-One thread runs (on a GPU: launches) all F, R and B of the rank and starts its transfers; the threads of the transport only
-say what has ended. It is work-conserving: if the next compute op waits for a message and the next recompute op may run, the
-recompute op runs. On a GPU it launches ops in the launch order of the schedule.
+One thread runs (on a GPU: launches) all F, R and B of the rank and starts its transfers. The threads of the transport only report
+ends of transfers. The loop is work-conserving: while the next compute op waits for a message, the next recompute op runs if it may.
+On a GPU the thread launches ops in the launch order of the schedule.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Step:
 
 
 class _Boundary(NamedTuple):
-    """The leaves that a stage gives its neighbour: of its output, with the tree structure `spec`, or of the gradients of its input.
+    """What a stage gives its neighbour: the leaves of its output, with the tree structure `spec`, or the gradients of its input's leaves.
     `wants_gradient` has the indices of leaves that need a gradient. `fixed` has, by index, why a leaf may not be changed in place.
-    If `is_shared`, a stage of this rank gave the leaves, and they lie in its memory."""
+    If `is_shared`, the leaves are in the memory of a stage of this rank."""
 
     leaves: Sequence[Any]
     wants_gradient: frozenset[int] = frozenset()
@@ -96,7 +96,7 @@ class Executor:
         self.rank, self._stages, self._transport, self._lanes = rank, stages, transport, lanes
         self._monitor, self._board = monitor, board
         self._shared = SharedGradients({}) if shared is None else shared
-        # Not yet used: by the SEND that will take it, or by the op that made it for a stage of this rank.
+        # By the op that writes: boundary tensors that its SEND, or the next stage of this rank, has not yet taken.
         self._given: dict[Op, _Boundary] = {}
 
     def change(self, stages: Mapping[int, AnyStage], shared: SharedGradients) -> None:
@@ -107,8 +107,8 @@ class Executor:
     def run(self, program: Program, step: Step) -> None:
         """Run every op of the rank; returns when all ops have ended, sends included.
 
-        Only this thread starts transfers. So one that waits only for a message starts after the F, R or B that runs when the
-        message comes.
+        Only this thread starts transfers. So a transfer whose last wait is for a message starts after the F, R or B that is running
+        when the message arrives.
 
         Raises PipelineError: another rank failed. What an op of this rank raises, with a note that names the op.
         """
@@ -140,7 +140,7 @@ class Executor:
         self._assert_nothing_is_held()
 
     def _take_ended(self, program: Program, step: Step) -> int:
-        """The number of the first transfer or copy that has ended, whose end may have something left to do."""
+        """Take the first transfer or copy that has ended, run what is left of it on this thread, and return its number."""
         op, land = self._transport.ended.popleft()
         number = program.number[op]
         try:
@@ -260,7 +260,7 @@ class Executor:
     # The end ------------------------------------------------------------------------------------------------------
 
     def _assert_nothing_is_held(self) -> None:
-        """Assert that a step has released all that it held: a rest would leak memory, or be taken for a message of the next step."""
+        """Assert that a step has released all that it held: a leftover would leak, or pass for a message of the next step."""
         assert not self._given, f"nobody took the results of {', '.join(map(str, self._given))}"
         self._transport.assert_nothing_is_held()
         if self.copies is not None:
@@ -314,8 +314,8 @@ def _stage_input(step: Step, microbatch: int, taken: _Boundary | None, *, is_las
     )
 
 
-# A method for each kind of op that `runs` by its row in `schedule/kinds.py`. A new kind needs an entry here, a method above, one of the stage.
-# What it returns says whether the op has ended; None: its lane says so.
+# A method for each kind of op whose row in `schedule/kinds.py` says `runs`. A new kind needs an entry here, a method above, and one of the
+# stage. A method returns whether the op has ended; None: it has if its lane computes.
 _TABLE: Mapping[Kind, Callable[[Executor, ProgramEntry, Step], bool | None]] = {
     Kind.F: Executor._forward,
     Kind.R: Executor._recompute,

@@ -29,7 +29,7 @@ class Deed(StrEnum):
     KILL = "kill"  # SIGKILL, as the out-of-memory killer sends
     STOP = "stop"  # SIGSTOP: the process is there and does nothing
     SLOW = "slow"  # sleeps for `seconds`, then goes on
-    DROP = "drop"  # closes the message's connection; at an op that is no message, all of the rank's connections between stages
+    DROP = "drop"  # closes the connection of the message `op`; for any other op, all connections of the rank between stages
 
 
 class InjectedFault(RuntimeError):

@@ -1,4 +1,4 @@
-"""Text, token by token, over the stages: the prompts first, then each new token, going on from what the layers have kept.
+"""Text, token by token, over the stages: first the prompts, then each new token. Layers continue from what they have kept.
 
 rank 0   F(0)          F(1)             turn k: the new tokens of all samples through this rank's stages
 rank 1        F(0)→t0       F(1)→t1     the last stage's rank chooses; its tokens go up the chain of ranks, and each knows them
@@ -37,7 +37,7 @@ _GENERATOR_SEEDS = (1 << 63) - 1  # the bits of a seed that a generator takes
 class Sampling:
     """How the next tokens are chosen by their logits.
 
-    As `Pipeline.generate` says. top_p draws from one token at least (Holtzman et al., "The curious case of neural text degeneration",
+    See `Pipeline.generate`. top_p leaves at least one token (Holtzman et al., "The curious case of neural text degeneration",
     2020, section 3.1), after top_k. A draw depends on the seed, the number of the sample and the number of the token alone.
 
     Raises ValueError: a number out of range.
@@ -200,8 +200,8 @@ class Continuations:
         return not any(self._open)
 
     def begin(self) -> Tensor:
-        """The new tokens of this turn, `[rows, new]`, int64: the one that each sample got last; or, with nothing kept, the latest
-        tokens of all, shorter samples padded in front."""
+        """The new tokens of this turn, `[rows, new]`, int64: the last token of each sample; or, if layers have kept nothing, the latest tokens of
+        each sample, shorter samples padded in front."""
         limit = self._request.context
         if self.num_new and (limit is None or self.past.length < limit):
             self.past.begin(1)

@@ -21,7 +21,7 @@ from pipetrain.comm.device import Fetch
 from pipetrain.runtime.arguments import is_number
 from pipetrain.schedule.op import Op
 
-# Smaller gradients are copied into one piece of memory, in which they stay. The copy of a larger one would cost more than its own message.
+# Smaller gradients are copied into one buffer, and stay there. A larger one is summed alone: its copy would take longer than its message.
 _ALONE_BYTES = 1 << 20
 
 Part = tuple[int, int | None]  # a stage and a part of it, as a REDUCE_GRAD names it
@@ -31,7 +31,7 @@ class SharedGradients:
     """The gradients that the REDUCE_GRAD ops of one rank sum.
 
     `copies` has, by op, the parameters that two stages share; both ranks list them in one order. `of_parts` has, by part of a stage, the
-    parameters whose gradients replicas sum. A parameter in several parts is summed with the part that is ready last; one in `copies`, only there.
+    parameters whose gradients replicas sum. A parameter of several parts is summed with the last ready part; one in `copies`, only with those.
     All replicas have the same parameters, and the same ones need a gradient. `now` returns the stages' present parameters, with names.
     `runs_ahead`: the device may read a gradient after the host needs it no more, so gradients are held until the end of the step.
     """
@@ -169,8 +169,8 @@ class SharedGradients:
         self._read.clear()
 
     def finish(self, fetch: Fetch) -> None:
-        """After the step: a parameter without a gradient in any replica has none, and sparse gradients are sparse again. Where there are
-        neither, nothing waits for the device."""
+        """After the step: where no replica had a gradient, set `.grad` to None, and make sparse gradients sparse again. If there is no such
+        parameter, nothing waits for the device."""
         if self._in_doubt:
             counts = torch.stack([mark.abs().double() for _, mark in self._in_doubt])
             for (parameter, _), count in zip(self._in_doubt, fetch(counts, "which gradients there are").tolist()):
@@ -231,7 +231,7 @@ def clip_grad_norm(
     norms = [torch.tensor(norm, dtype=getattr(torch, dtype)) for norm, dtype in in_order]
     total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
     if math.isfinite(max_norm):  # infinite: the norm is wanted, and nothing is scaled
-        # `full` fills it on the device; a copy from the host would wait for the device.
+        # `torch.full` fills the tensor on the device; a copy from the host would wait for the device.
         (value,) = total.reshape(1).tolist()
         there = torch.full((), value, dtype=total.dtype, device=device)
         _scale([parameter for group in own.values() for parameter in group], max_norm, there)

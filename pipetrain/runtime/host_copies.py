@@ -1,11 +1,11 @@
 """Copies of sets between a rank's device and its host's memory: two lanes, down (OFFLOAD) and up (RELOAD), beside the compute lane.
 
-On a GPU a copy is launched on the stream of its lane, from and to pinned memory. On a CPU a thread per lane makes it, and waits
-itself for other copies. The rules of memory on a GPU, each without a wait of the host:
+On a GPU a copy is launched on the stream of its lane, from and to pinned memory. On a CPU a thread per lane makes the copies, and
+itself waits for other copies. The rules of memory on a GPU, none of which makes the host wait:
 
-    [1] the device's memory of a set is let go of when the compute stream comes after its OFFLOAD: what uses it next is allocated there
+    [1] the memory of a set on the device is freed once the compute stream is ordered after its OFFLOAD, for its next user is allocated there
     [2] a RELOAD fills a buffer that is free on the device (`Ring`), as a receive does
-    [3] a slab of the host is used again by an OFFLOAD that comes after the RELOAD that read it; `check` proves that there is one
+    [3] an OFFLOAD may reuse a slab of the host after the RELOAD that read it; `check` proves that such a slab is free
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from pipetrain.stage.host_set import HostSet
 from pipetrain.stage.meter import ActivationMeter
 
 Ended = Callable[[Op, Callable[[], None]], None]
-"""Is told of an op whose copies have ended, and what is left to do then on the thread that computes."""
+"""Called with an op whose copies have ended, and with the rest of its work for the thread that computes."""
 
 
 class HostPool:
-    """Host memory of one rank for offloaded sets: slabs of stages, one per set, used again and again. `most` is how many sets each stage may
-    have on the host at once, whatever the timing; its first set reserves as many slabs. `limit` is the most bytes of all of them."""
+    """Host memory of one rank for offloaded sets: slabs of stages, one per set, which are reused. `most` bounds the sets of each stage on the
+    host at any timing. The first set of a stage reserves that many slabs. `limit` bounds the bytes of all slabs together."""
 
     def __init__(self, device: Device, limit: int, most: Mapping[int, int]) -> None:
         self._device, self._limit, self._most = device, limit, most
-        self._free: dict[int, list[tuple[Tensor, Moment]]] = {}  # of a stage; and after which RELOAD
+        self._free: dict[
+            int, list[tuple[Tensor, Moment]]
+        ] = {}  # stage -> free slabs, and the RELOAD after which each is free
         self._num_taken = 0
         self._lock = threading.Lock()  # a thread takes, another gives
         self.num_bytes = 0
@@ -57,8 +59,8 @@ class HostPool:
         return [(self._device.host_memory(num_bytes), 0) for _ in range(num_slabs)]
 
     def take(self, stage: int, num_bytes: int, may_use: Callable[[Moment], bool] = lambda _: True) -> Tensor:
-        """The smallest free slab of at least `num_bytes`, of those that `may_use` allows. If all are too small, a larger one takes the place of
-        one of them, which is freed first. For any thread.
+        """The smallest free slab of at least `num_bytes` that `may_use` allows. If all are too small, the largest is freed and a larger one reserved.
+        For any thread.
 
         Raises:
             ValueError: the pool would exceed its limit.
@@ -92,7 +94,7 @@ class HostPool:
 
 
 class HostCopies:
-    """Makes the copies of one rank, into `pool`. For the thread that computes. `ended` is called within `Monitor.done`."""
+    """Makes the copies of one rank, into `pool`. Only the thread that computes calls it. `ended` is called within `Monitor.done`."""
 
     def __init__(
         self,

@@ -41,8 +41,8 @@ _LOG = logging.getLogger(__name__)
 class LossNotFinite(PipelineError):
     """The loss of a step is not finite. Every rank raises it after the whole step, and the pipeline can go on.
 
-    `microbatch` is the first whose own loss is not finite, counted over all replicas; `loss` the sum over all. Gradients are of no use then, and
-    buffers that a forward changes (running means) have seen the batch.
+    `microbatch` is the first whose own loss is not finite, counted over all replicas; `loss` the sum over all. Discard the gradients. Buffers
+    that a forward changes (running means) already include the batch.
     """
 
     def __init__(self, step: int, microbatch: int, loss: float) -> None:
@@ -125,8 +125,8 @@ class LossCheck:
 
     @contextmanager
     def over(self, step: Step) -> Iterator[None]:
-        """Around a step with a graph. The generators are the caller's to restore. Raises ValueError: the loss is a sum, and not the mean it is
-        said to be, or the other way round."""
+        """Around a step with a graph. The caller restores the generators. Raises ValueError: the loss is a sum where `reduction` says mean, or a
+        mean where it says sum."""
         counted = [index for index, share in enumerate(step.shares) if share]
         if step.on_layer is not None or not counted or step.shares[counted[0]] == 1:
             yield
@@ -174,7 +174,7 @@ class LossCheck:
     def _evaluate(
         self, parts: list[_Part], whole: set[int], spec: pytree.TreeSpec, target_spec: pytree.TreeSpec
     ) -> tuple[float, float, float, float]:
-        """The loss of all that was kept, the mean of the losses of its parts, their sum, and how far rounding may take two of them apart."""
+        """The loss of all that was kept; the mean and the sum of the losses of its parts; the relative difference that rounding allows."""
         loss_fn: LossFn = _copy_of(self.loss_fn)
 
         def loss_of(output: list[Any], target: list[Any]) -> Tensor:
@@ -291,7 +291,7 @@ def _copy_of(loss_fn: Any) -> Any:
 
 
 def _rounding(loss: Tensor, outputs: Sequence[Tensor]) -> float:
-    """The relative difference allowed between two sums of the same terms in another order: in roundings, the root of the number of terms.
+    """The relative difference allowed between two sums of the same terms in another order: rounding error times the root of the number of terms.
 
     16-bit losses are summed in float32 and rounded once. Source: Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis
     (2019).

@@ -69,8 +69,8 @@ def activation_bytes_of_never(events: Iterable[OpEvent], stages: Mapping[int, An
 
 @contextmanager
 def waits_told(stages: Mapping[int, AnyStage], device: Device) -> Iterator[None]:
-    """Within it, each wait of the host for the device is noted; at its end there is a warning for each layer that caused one. The stack of the
-    waiting code shows the layer. Waits of pipetrain itself, which compares F and R of the first microbatch, do not count."""
+    """In the block, each wait of the host for the device is noted; at its end, a warning names each layer that caused one, found on the stack.
+    Waits of pipetrain itself, which compares F and R of the first microbatch, do not count."""
     layers = {
         id(layer): f"layer {number} ({type(layer).__name__}) of stage {index}"
         for index, stage in stages.items()

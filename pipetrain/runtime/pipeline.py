@@ -87,7 +87,7 @@ class Pipeline(StageWeights):
 
     Raises:
         ValueError: arguments that do not fit each other; the same on every rank.
-        PipelineError: another rank did not come.
+        PipelineError: another rank did not connect.
     """
 
     beside: list[Beside]  # background work, such as a save: polled before each step, waited for in `close`
@@ -276,8 +276,8 @@ class Pipeline(StageWeights):
             scale: multiplies what is back-propagated, and not the loss that is returned.
 
         Raises:
-            ValueError: a batch that cannot be cut; a loss that is no scalar; a call under `torch.no_grad()`; a `scale` that is no
-                finite number, or 0. On each rank that makes the mistake; on all if the first stage's rank makes it.
+            ValueError: a batch that cannot be cut; a loss that is no scalar; a call under `torch.no_grad()`; a `scale` that is 0 or not
+                finite. Ranks that make the mistake raise it; all do if the first stage's rank makes it.
             PipelineError: another rank failed.
             LossNotFinite: a PipelineError too, after which the pipeline can go on; `find_not_finite` says where it began.
         """
@@ -391,8 +391,8 @@ class Pipeline(StageWeights):
             return self._runner.generate(request, choose, on_token)
 
     def find_not_finite(self, inputs: Any = None, targets: Any = None) -> Diagnosis:
-        """Repeat the last step on its batch and say where the first value that is not finite appears. Collective. Dropout draws the same, buffers
-        stay as they are; the gradients are dropped, before and after. It costs a step."""
+        """Repeat the last step on its batch, and find the first value that is not finite. Collective. Dropout masks are the same, and buffers keep
+        their values. Gradients are dropped before and after the step. It costs a step."""
         replica = self.coordinates.replica
         watch = FiniteWatch(self.rank, self._stages, replica, replica * self.plan.num_microbatches)
         step = Step(self.step_index - 1, self._parts.seed, with_graph=True, with_loss=True, on_layer=watch.on_layer)
@@ -433,13 +433,13 @@ class Pipeline(StageWeights):
     # Faults, for tests and drills ----------------------------------------------------------------------------------
 
     def before_ops(self, before: Callable[[Op, int], None] | None) -> None:
-        """Call `before(op, step)` on this rank ahead of each op of a training step, None: no longer. An F, R or B is about to run then, a message
-        about to be started. What it raises counts as raised by the op."""
+        """Call `before(op, step)` on this rank before each op of a training step; None stops the calls. An F, R or B is about to run, a message
+        to start. What `before` raises counts as raised by the op."""
         self._runner.executor.before_op = before
 
     def disconnect(self, op: Op) -> None:
-        """Break the connection that carries the message `op` (`0SEND_F1`), or all connections between stages of this rank
-        where `op` is no message: as a network does, without a word to the other end."""
+        """Break the connection that carries the message `op` (`0SEND_F1`), as a failing network would: the other end is not told. If `op` is no
+        message, break all connections between stages of this rank."""
         self._runner.transport.disconnect(op)
 
     # Reports ------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
     the same, with outputs kept                 extra seconds of R for intercepting its operations
     the layer with a split backward             seconds of I and W; bytes that W waits with
     the layer alone                             seconds of R up to the layer's last saved tensor; bytes of its set
-    the layer under a mode that takes the time  per operation: seconds, bytes of its outputs, how many of these are saved
+    the layer under a mode that measures time   per operation: seconds, bytes of its outputs, how many of these are saved
 
 Layers that look the same are measured once.
 """

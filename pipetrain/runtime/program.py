@@ -5,9 +5,9 @@
     compute      0F0 0F1 0F2 ...
     recompute    0R0 0R1 ...
 
-An op may start when all ops that it waits for have ended and the op before it in its queue has started. A copy is given to the thread of its
-lane before, which waits for other copies itself. If two ops may start, the one in the upper queue does. On a device, where the host launches ahead, there is one queue, the launch order of the schedule. This
-is all that the executor obeys, and it obeys it for every op.
+An op may start when all ops that it waits for have ended and the op before it in its queue has started. A copy goes to the thread of its
+lane earlier, and that thread waits for the other copies. If two ops may start, the one in the upper queue does. If the host launches
+ahead of a device, there is one queue: the launch order. The executor obeys this, and nothing else, for every op.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pipetrain.schedule.messages import receive_of, send_of, source_of, writes_b
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.schedule import Schedule
 
-COMPUTING = (Lane.COMPUTE, Lane.RECOMPUTE)  # if the next ops of both may start, that of the first does
+COMPUTING = (Lane.COMPUTE, Lane.RECOMPUTE)  # if the next op of each may start, compute goes first
 
 Places = frozenset[tuple[int, int | None]]  # (stage, microbatch)
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramEntry:
-    """An op of a rank, and what its run asks of the schedule.
+    """An op of a rank, and what the executor needs to know of the schedule to run it.
 
     `reads` is the op that brings its boundary tensor: a receive (`is_received`), or an op of this rank. The executor files the op's own
     boundary tensor under `writes`: its SEND, or the op itself if the stage that takes the tensor is on this rank.
@@ -37,7 +37,7 @@ class ProgramEntry:
     lane: Lane
     microbatch: int  # -1: of none
     waits: tuple[Op, ...]
-    # Of these, those for which the thread of a copy waits: copies of other sets, where the host does not run ahead.
+    # Those of `waits` that the thread of a copy waits for: copies of other sets, if the host does not run ahead.
     waits_of_thread: tuple[Op, ...]
     reads: Op | None
     is_received: bool
@@ -155,7 +155,7 @@ class Turns:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._open = list(program.num_waits)  # what each op still waits for
-        self._heads = list(program.starts)  # the first of each queue that had no turn yet
+        self._heads = list(program.starts)  # the first op of each queue that has not started
         self._ended = [False] * len(program.ops)
         self.num_left = len(program.ops)  # ops that have not ended
 
@@ -176,8 +176,8 @@ class Turns:
             self._open[follower] -= 1
 
     def awaited(self) -> tuple[Op, Op]:
-        """If no op may start: the first op that has not started, and the running transfer for which it waits, directly or through other ops. The
-        two are the same if only running transfers are left."""
+        """If no op may start: the first op that has not started, and the running transfer at the end of its chain of waits. If only running
+        transfers are left, both are the first of these."""
         program = self._program
         heads = [head for queue, head in zip(program.queues, self._heads) if head < queue.stop]
         under_way = first = min(heads) if heads else self._ended.index(False)

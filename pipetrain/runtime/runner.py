@@ -1,4 +1,4 @@
-"""One rank's part of a call: ranks agree, the batch is cut, the ops run; if that fails, everything that is held is dropped."""
+"""One rank's part of a call: ranks agree, the batch is cut, the ops run. If any of this fails, the rank drops what it holds."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ class CallRunner:
 
     @contextmanager
     def failing_together(self, note: str = "") -> Iterator[None]:
-        """Ops run in the block: where it fails, what is held is let go of, and the other ranks are told. `note` goes with the error. Raises
-        PipelineError: another rank failed meanwhile."""
+        """Runs ops in the block. If it fails, drops what is held and tells the other ranks; `note` is added to the error. Raises PipelineError:
+        another rank failed meanwhile."""
         try:
             yield
             if self._group.monitor.failure is not None:  # noted by another thread after all ops were launched
@@ -149,7 +149,7 @@ class CallRunner:
             broken_off: str | None = self._group.monitor.failure
             self._group.fail(error)
             if broken_off is not None and not isinstance(error, PipelineError):
-                # What a launch raised because the connections were broken under it.
+                # The launch raised this because the connections were broken while it ran.
                 raise PipelineError(f"{broken_off} (rank {self._group.rank} ends)") from error
             raise
         finally:

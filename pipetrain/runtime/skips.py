@@ -3,8 +3,8 @@
     F1 of stage 0   leaves a new tensor there, as F0 did: it is not a constant, made once              [1]
     F0 of stage 1   computes its output with it, or with what was computed from it                     [2]
 
-Only outputs go from stage to stage: on one rank the other stage finds what another microbatch left, and on two it finds nothing.
-On two ranks, the rank that saw [1] reports it when ranks agree on the second step; the other rank checks for [2] in that step.
+Only outputs go from stage to stage. On one rank the other stage finds what another microbatch left; on two ranks it finds nothing.
+On two ranks, the rank that saw [1] reports it at the start of the second step, and the other rank checks for [2] in that step.
 Stages may share what they only write to (statistics, a log).
 """
 
@@ -71,7 +71,7 @@ class _Left(NamedTuple):
 
 class Skips(TorchFunctionMode):
     """Looks at the first steps. `layers` are those that this rank knows, by their index in the model. As a torch function mode it marks tensors
-    that F computes from those of another stage. It is on once a stage has left some in two microbatches."""
+    that F computes from those of another stage. The mode is on once a stage has left tensors in two microbatches."""
 
     def __init__(self, layers: Mapping[int, nn.Module], loss_fn: Any, plan: Plan, rank: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Skips(TorchFunctionMode):
     @contextmanager
     def over(self, step: Step, reported: Sequence[Reported]) -> Iterator[None]:
         """Around a step with a graph; `reported` is what ranks before this one have found. The step raises ValueError: a layer computes with a
-        tensor that another stage left, or looks in vain for one that is on another rank."""
+        tensor that another stage left, or looks for one that exists only on another rank."""
         before = step.on_layer
 
         def on_layer(microbatch: int, layer: int, output: Any) -> None:

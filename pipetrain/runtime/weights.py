@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def named_parameters(layers: Layers) -> Iterator[tuple[str, nn.Parameter]]:
-    """In the order and under the names of `nn.Sequential(*layers)`; a parameter that two layers share once."""
+    """In the order and under the names of `nn.Sequential(*layers)`; a parameter of two layers is listed once."""
     seen: set[int] = set()
     for number, layer in sorted(layers.items()):
         for name, parameter in layer.named_parameters():
@@ -67,8 +67,8 @@ def load_state_dict(layers: Layers, state: Mapping[str, Any], other_names: Mappi
 def _gather(own: Mapping[str, Any], chain: Chain) -> dict[str, Any]:
     """`own` of every rank, merged, on the CPU of rank 0; nothing on the others. Collective.
 
-    Tensors come up the chain one by one. So rank 0 needs room for the whole model on the host, and any other rank for a copy of one of its
-    own tensors (where it is on a GPU, or has gaps) and for a few pieces on their way.
+    Tensors come up the chain one by one. Rank 0 needs host memory for the whole model. Any other rank needs memory for a few pieces in
+    transfer, and for a copy of one of its tensors if that is on a GPU or not contiguous.
 
     Raises TypeError: a value that is neither a tensor nor known to JSON; PipelineError: another rank failed meanwhile.
     """

@@ -40,7 +40,7 @@ def add_loss(loss: Tensor) -> None:
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         found = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ValueError(f"add_loss was given {found}: give a 0-dim floating-point tensor, such as aux.mean()")
-    is_compiling = torch.compiler.is_compiling()  # then checks that it cannot trace are left out
+    is_compiling = torch.compiler.is_compiling()  # if so, checks that it cannot trace are left out
     if not is_compiling and torch._C._current_graph_task_id() != -1:
         return  # torch.utils.checkpoint runs a forward again, in its backward
     in_force = _IN_FORCE.get()

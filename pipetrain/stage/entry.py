@@ -1,4 +1,4 @@
-"""How tensors enter a stage, and a layer after one that no R runs; and whether layers changed one in place."""
+"""How tensors enter a stage, or the layer after a kept layer; and whether layers have changed them in place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Gate(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor, sink: dict[int, Tensor], leaf: int) -> Tensor:  # noqa: ARG004
         ctx.set_materialize_grads(False)
         ctx.sink, ctx.leaf = sink, leaf
-        # Not the tensor itself, nor a view of it: autograd forbids in-place changes of what a Function returns of its input.
+        # Not the tensor itself, nor a view: if a Function returns its input, autograd forbids in-place changes of it.
         return tensor.data
 
     @staticmethod
@@ -48,8 +48,8 @@ def through_gate(anchor: Tensor, tensor: Tensor, sink: dict[int, Tensor] | None 
 
 
 class Entered(NamedTuple):
-    """One tensor, and its version when it entered. `fixed`: why it may not change; empty: it may. `before`, a copy of it or the leaf that
-    it was cloned from, shows changes through `.data`, which versions do not. `is_clone`: it is a clone of a leaf, unless it is `fixed`."""
+    """One tensor, and its version when it entered. `fixed`: why it may not change; empty: it may. `before` is a copy of it, or the leaf that it
+    was cloned from: it shows changes through `.data`, which versions miss. `is_clone`: a clone of a leaf, unless `fixed`."""
 
     tensor: Tensor
     version: int
@@ -87,7 +87,7 @@ class Entry:
                 before = (leaf.clone() if fixed else leaf) if look and (fixed or clones) else None
                 if number in given.wants_gradient:
                     tensor = through_gate(self._anchor, tensor, sink, number)
-                elif tensor is leaf:  # `.data` has a version counter of its own; views of one batch share one
+                elif tensor is leaf:  # views of one batch share a version counter; `.data` gives each its own
                     tensor = leaf.data
                 by_leaf[id(leaf)] = tensor
                 if is_read_again or fixed:

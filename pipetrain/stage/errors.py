@@ -23,7 +23,7 @@ class SavedTensorChanged(RuntimeError):
 
 
 class LayerRefused(RuntimeError):
-    """A layer's forward needs what no stage can give, such as a gradient through another stage; the message says what to do."""
+    """A layer's forward needs something that its stage lacks, such as a gradient through another stage. The message says what to do."""
 
 
 class StateChanged(RuntimeError):
@@ -55,8 +55,8 @@ def refuse_gradient_inside(
     error: BaseException | None = None,
     cut_before: tuple[str, str, str] | None = None,
 ) -> None:
-    """Raise LayerRefused, if a layer raised `error`, or went wrong, because it took a gradient inside its forward. `cut_before`, if the
-    input has a gradient: the title of the stage or part, the word for it, and what to do about the cut before it."""
+    """Raise LayerRefused if a layer raised `error`, or computed wrongly, because it took a gradient in its forward. `cut_before`: if the input has
+    a gradient, the title of the stage or part, the word for it, and what to do about the cut before it."""
     name = name_of(layer)
     if late.wanted is not None and (late.wanted != layer or layer in late.free):
         raise LayerRefused(

@@ -5,11 +5,11 @@
     RELOAD   has it copied into new memory, and fills the same slots with the same views of it
     B        reads the slots, as ever
 
-The copies may end later: whoever asked for them holds what they read until then, and lets B wait for those of RELOAD.
+The copies may end later. Until then the caller holds what they read; the caller also lets B wait for the copies of RELOAD.
 
-What stays on the device: parameters and their casts, tensors without plain bytes (sparse, nested, quantized, subclasses),
-storages below 64 KiB, whose copies would cost more than their memory is worth, and those of which others hold the rest, such as
-the whole batch of which a microbatch is a slice.
+Parameters and their casts stay on the device, and tensors without plain bytes (sparse, nested, quantized, subclasses). So do
+storages below 64 KiB, whose copies would cost more than their memory is worth, and storages that others hold too, such as the
+batch of which a microbatch is a slice.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class HostSet:
     def leave(self, memory: Tensor, copy: Copy) -> list[Any]:
         """OFFLOAD: asks for the copies into `memory` (uint8, on the host), and empties the slots.
 
-        Returns what the caller holds until the copies have ended: it counts in the meter as long.
+        Returns what the caller holds until the copies have ended; the meter counts it until then.
 
         Raises:
             SavedTensorChanged: a tensor was changed in place since F saved it.

@@ -19,8 +19,8 @@ from pipetrain.stage.stage import Stage
 
 
 def infer(stage: AnyStage, given: StageInput, *, with_loss: bool, past: Past | None = None) -> StageOutput:
-    """F without a graph; with the weighted loss at its end if `with_loss`. With `past`, layers read the earlier tokens from it. Then F runs in
-    inference mode: for one token, a tenth of the time is what torch notes down of tensors for a later backward."""
+    """F without a graph; with the weighted loss at its end if `with_loss`. With `past`, layers read the earlier tokens from it, and F runs in
+    inference mode, because torch's bookkeeping for backward would take a tenth of the time of one token."""
     for part in stage.parts if isinstance(stage, SegmentedStage) else (stage,):
         output = _infer(part, given, with_loss=with_loss, past=past)
         given = replace(given, leaves=output.leaves, spec=output.spec)

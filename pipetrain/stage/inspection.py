@@ -2,7 +2,7 @@
 
 A copy of the layer, which shares its parameters, runs on what the layer gets, with its seed:
 
-    ahead of F   [1] does it take a gradient inside its forward? Saved-tensor hooks prevent that, so it runs without, and is kept
+    ahead of F   [1] does it take a gradient inside its forward? Saved-tensor hooks prevent that, so it is kept and runs without hooks
     after F      [2] does it save something else than F has saved?  [3] does it change its attributes? If so, it is kept
                  [4] does memory stay allocated besides its output and its saved tensors?
 
@@ -184,7 +184,7 @@ class LayerInspection:
         return _INSIDE if reads else None
 
     def why_kept(self, saved: Sequence[Tensor]) -> str | None:
-        """Why the layer cannot be recomputed, if it cannot: F has run, and has `saved` these."""
+        """Why the layer cannot be recomputed, if it cannot. F has run; `saved` are the tensors that it saved."""
         if self._rebinds:
             return f"rebinds {self._rebinds}, a variable outside of it, in its forward"
         if (name := first_change(self._outer, outer_traces(self._layer))) is not None:
@@ -223,7 +223,7 @@ class LayerInspection:
                 buffer.data = values.clone()
 
     def _late_buffers(self) -> Look:
-        """Checksums of buffers that the layer has registered in this F: R would find them as another forward left them."""
+        """Checksums of buffers that the layer registered in this F: R would find the values of a later forward in them."""
         named = self._twin.named_buffers() if isinstance(self._twin, nn.Module) else ()
         return {name: checksum([buffer.cpu()]) for name, buffer in named if name not in self._buffer_names}
 

@@ -4,8 +4,8 @@ In the first F of a kind of step, buffers are compared before and after it. Thos
 F that has an R. Small buffers are copied in any case, since some change only later; larger ones are watched by their version.
 
     F    before = before_forward()     [1] copies of what may change
-         seen = after_forward(before)  [2] the first time: what has changed? else: has anything that was not copied?
-    R    with seen.stand_in(): ...     [3] the copies stand in; afterwards everything is as it was before R
+         seen = after_forward(before)  [2] in the first F: what has changed? Later: has anything changed that was not copied?
+    R    with seen.stand_in(): ...     [3] copies replace the buffers during R; then the buffers are as before R
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipetrain.stage.traces import modules_of_the_user
 
 @dataclass
 class Before:
-    """The state before an F. An F that finds out what changes (`learning`) has all buffers and the parameters; others only what R needs."""
+    """The state before an F. An F that finds out what changes (`learning`) saves all buffers and parameters; any other only what R needs."""
 
     learning: bool
     buffers: TensorCopies
@@ -139,8 +139,8 @@ class LayerState:
         return before.buffers
 
     def live_storages(self) -> Set[int]:
-        """The storages of small buffers, and of those known to change. A later F may change them, so what B reads of them is copied at
-        the end of F. A small buffer may begin to change at any time."""
+        """The storages of small buffers, and of buffers known to change. A later F may change them, so at the end of F the stage copies what B
+        reads from them. A small buffer may start to change at any time."""
         small = {storage_key(buffer) for buffer in buffers_in(self._modules) if is_small(buffer)}
         return (small | set(map(storage_key, self._changing))) - {0}
 
@@ -154,7 +154,7 @@ class LayerState:
 
     def _refuse_changed_parameters(self, before: Before) -> None:
         for parameter, version, was in before.parameters:
-            # A change that bumps the version is seen where it matters: at R, and when a saved tensor is read.
+            # If a change bumps the version, R notices it, or B when it reads a saved tensor.
             if was is None or version_of(parameter) != version:
                 continue
             now = fingerprint(parameter)

@@ -1,6 +1,6 @@
 """Refuses leaves of F's graph that are no parameters of the stage, and losses that are left in attributes: gradients would be lost.
 
-Such a leaf is a weight of another stage (whose own copy, on another rank, learns something else), or a tensor that is in no
+Such a leaf is a weight of another stage (its copy on the other rank would be updated differently), or a tensor that is in no
 `parameters()`, so neither clipped nor updated. It is refused by name. A leaf that a forward makes for
 itself (`x.detach().requires_grad_()`, for a force) is allowed.
 
@@ -36,7 +36,7 @@ def no_names(_tensor: Tensor) -> str | None:
 
 
 class LeafWatch:
-    """Refuses foreign leaves in the graph of an F that runs within `over`. `anchor` is the leaf through which what the stage received enters its
+    """Refuses foreign leaves in the graph of an F that runs within `over`. `anchor` is the leaf through which the stage's input enters the
     graph. F may also use parameters of the layers in `beside`."""
 
     def __init__(
@@ -56,8 +56,8 @@ class LeafWatch:
     def over(self, on_layer: OnLayer | None) -> Iterator[OnLayer]:
         """Around an F; yields a function that F calls after each layer, and after the loss.
 
-        That function raises ValueError: the layer, its leaf and what to do. So does the end of the block, for a tensor in an attribute whose
-        graph leads neither to an output nor to the loss, as that of a loss for experts: nobody would back-propagate it.
+        That function raises ValueError: the layer, its leaf and what to do. So does the end of the block, if a tensor in an attribute (such as a
+        loss for experts) has a graph that leads neither to an output nor to the loss: it would get no backward.
         """
         known = (*self._layers, *self._beside)
         allowed = {id(parameter) for layer in known for parameter in layer.parameters()} | {id(self._anchor)}
@@ -98,7 +98,7 @@ class LeafWatch:
                             yield number, f"{path}{name}".removeprefix("."), one
 
     def _is_somebodys(self, number: int, node: Node, returned: Sequence[Tensor]) -> bool:
-        """Whether something besides the graph of this F holds or names the leaf; else the forward made it for itself."""
+        """Whether anything but the graph of this F holds or names the leaf. If not, the forward made the leaf for itself."""
         leaf = leaf_of(node)
         if is_sharded(self._user(number)):
             return self._name_in_stage(leaf) is None and self._name_of(leaf) is not None
@@ -214,7 +214,7 @@ def named_paths(
     return paths(function, is_wanted, seen, names=_names_in_code(function))
 
 
-# Methods that give parts of a module which the code does not name.
+# Methods that return parts of a module, so that code can use parts without naming them.
 _ALL_MODULES = frozenset({"modules", "children", "named_modules", "named_children", "parameters", "named_parameters"})
 
 

@@ -25,7 +25,7 @@ def storages_of(tensor: Tensor) -> list[UntypedStorage]:
 
 
 class ActivationMeter:
-    """Holds a count per storage. Whoever holds a tensor calls `hold`, and `release` with what that returned."""
+    """Holds a count per storage. The holder of a tensor calls `hold`, and later `release` with the returned key."""
 
     def __init__(self) -> None:
         self._holders: dict[int, int] = {}
@@ -34,7 +34,7 @@ class ActivationMeter:
         self._left_out: dict[int, int] = {}  # storage of a weight's cast -> how many callers left it out
         self._on_their_way: dict[int, int] = {}  # storage -> holders that are messages not sent, or not used, yet
         self.current_bytes = 0
-        self._apart_bytes = 0  # of these, what threads beside the one that computes added
+        self._apart_bytes = 0  # the part of these that threads other than the computing one added
         self.peak_bytes = 0
         self.stage_bytes = 0  # without storages that only messages hold
         self.peak_stage_bytes = 0
@@ -49,7 +49,7 @@ class ActivationMeter:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Within it another thread than the one that computes adds and releases: `own_bytes` stays as it is."""
+        """In the block, a thread that does not compute adds and releases; `own_bytes` does not change."""
         with self._lock:
             before = self.current_bytes
             yield

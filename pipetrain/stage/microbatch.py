@@ -27,7 +27,7 @@ class StageInput:
     `seeds_of` gives the seeds of layers by their global indices. `target` and `weight` are for the stage that computes the loss. F calls
     `on_layer` with the global index and the output of each layer (`WithLosses` once losses were added); that of the loss comes after the
     last layer's. `is_shared`: another stage of this rank reads the same memory, so that a change in place must not reach it. `fixed` are
-    leaves, and `fixed_target` leaves of the target, that may not be changed in place at all: what they are, and why.
+    leaves, and `fixed_target` leaves of the target, that may never be changed in place: index -> text for the error.
     """
 
     leaves: tuple[Any, ...]
@@ -53,7 +53,7 @@ class StageOutput:
 
 
 def lent_storages(leaves: Sequence[Any]) -> frozenset[int]:
-    """The storages of which leaves are a part, as a microbatch is of the batch."""
+    """Storages that are larger than the leaf in them, such as the batch of a microbatch."""
     return frozenset(
         storage_key(leaf)
         for leaf in leaves

@@ -5,8 +5,8 @@ A layer that reads other positions than its own needs a method for it:
     def forward_cached(self, value, past):        # of the new positions alone; in eval and inference mode
         keys, values = past.extend(self, keys, values)      # the earlier ones, and the new ones
 
-The runtime tells a layer the positions of the new tokens and how many came before. Libraries read these from the cache of the model's
-first layer, which a stage need not hold. A layer may have a method `prepare_cached(past)` for tensors that depend on positions
+The runtime tells a layer the positions of the new tokens and the number of earlier ones. Libraries ask the cache of the model's first
+layer, which a stage may not have. A layer may have a method `prepare_cached(past)` for tensors that depend on positions
 alone: the runtime calls it while the value is still being received.
 """
 
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 # They do the same at each position, so that they need to keep nothing.
 _BY_POSITION = (nn.Embedding, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU)
-# Room for so many more positions is made at once, so that a token does not copy all keys and values before it.
+# Room for this many more positions is allocated at once, so that a token does not copy all earlier keys and values.
 _FIRST_ROOM = 64
 
 

@@ -2,17 +2,17 @@
 
     F   a set that is kept, although the schedule has an R for it
     R   runs to its end; at the end of each layer  [1] what it saved is compared with what F saved, and let go of
-                                                   [2] what differs is looked at again at the end of R
+                                                   [2] tensors that differ are compared again at the end of R
     B   reads what F saved
 
-So no more is held than one set and what R saves in one layer. A check when a tensor is saved would be too early: an operation may
-fill a tensor that it has saved already, and a later layer may change one through `.data`. B reads the values that a tensor has at the
-end of F, or at the end of R.
+So at most one set, and what R saves in one layer, are held. A check at the time of saving would be too early: an operation may
+still fill a tensor that it has saved, and a later layer may change one through `.data`. B reads values as of the end of F, or of
+the end of R.
 
 The witness compares F and R of one microbatch per stage in each later step, by a checksum of the saved tensors of each layer. The
-microbatches take turns. F also checks whether it changes attributes of a layer. So if a layer begins to compute something else in R
-than in F, an error says so within as many steps as there are microbatches. It runs only on a CPU: on a GPU the bits of a kernel may differ from
-run to run.
+microbatches take turns. F also checks whether it changes attributes of a layer. So if R of a layer starts to differ from F, an error
+says so after at most as many steps as there are microbatches. The witness runs only on a CPU: on a GPU the bits of a kernel may
+differ from run to run.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ class Witness:
             self._tensors.append(tensor)
 
     def turn(self, layer: int | None) -> str | None:
-        """F comes to `layer`; None: to its end, or to a layer that R will not run. Returns the name of an attribute that the layer before has
-        changed; nothing is held of that layer any more."""
+        """F reaches `layer`; None: the end, or a layer that R will not run. Returns the attribute that the layer before has changed, if any, and
+        drops what was held of that layer."""
         look, self._look, name = self._look, None, None
         if self._slots is not None:
             self._layers.append((self._slots, checksum(self._tensors)))

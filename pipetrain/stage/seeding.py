@@ -57,8 +57,8 @@ def weight_seed(seed: int, layer: int) -> int:
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Set the default generators that a layer on `device` draws from, and those of Python. Not `torch.manual_seed`, which seeds every back-end of
-    the machine: this runs once per layer and microbatch."""
+    """Set torch's default generators for a layer on `device`, and Python's. `torch.manual_seed` would seed every back-end of the machine, which is
+    too slow once per layer and microbatch."""
     seeder(device, in_python=True)(seed)
 
 

@@ -28,8 +28,8 @@ from pipetrain.stage.microbatch import StageInput, StageOutput
 from pipetrain.stage.stage import LossFn, Stage
 from pipetrain.stage.tensor_copies import storage_key
 
-# (leaves of an output, their tree, the device, the name of their giver in an error, {storage that may not be changed in place: why})
-# -> (leaves for the next part or stage, {leaf that it may not change: why}).
+# (leaves of an output, their tree, the device, the giver's name for errors, {storage that may not be changed in place: why})
+# -> (leaves for the next part or stage, {leaf that may not be changed: why}).
 Cross = Callable[
     [Sequence[Any], pytree.TreeSpec, torch.device, str, Mapping[int, str]], tuple[Sequence[Any], Mapping[int, str]]
 ]
@@ -110,7 +110,7 @@ class SegmentedStage:
         return output
 
     def _handed_over(self, part: Stage, output: StageOutput, given: StageInput) -> StageInput:
-        """The input of the next part, made of the output of `part`, whose input was `given`, as between two stages of one rank."""
+        """The input of the next part: `output` of `part`, which got `given`, passed on as between two stages of one rank."""
         memories = {storage_key(given.leaves[number]): why for number, why in given.fixed.items()}
         leaves, fixed = self._cross(output.leaves, output.spec, part.device, part.end, memories)
         wants = frozenset(number for number, wanted in enumerate(output.wants_gradient) if wanted)

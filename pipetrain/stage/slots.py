@@ -1,7 +1,7 @@
 """Late-bound sets: F leaves an empty slot for each tensor that B will need, R fills the slots, B reads them.
 
-Autograd runs a backward node on the stream on which its forward ran, so a graph that R built would take B to R's
-stream. Here B runs on the graph of F; only the tensors come from R, whose own graph nobody runs.
+Autograd runs a backward node on the stream of its forward, so B would run on R's stream if R built the graph. Here B runs on
+the graph of F; only the tensors come from R, whose own graph is not used.
 
     F   pack    -> Slot()            [1] an empty slot goes into the graph; the tensor is not held
     R   pack(t) -> slot.tensor = t   [2] the same layers save the same tensors in the same order
@@ -58,10 +58,10 @@ class Slot:
 class LateBoundSet:
     """The slots of one (stage, microbatch), from F to B.
 
-    Layers are numbered from 0 within the stage. `proof`: F fills the slots, and R's tensors are compared with them. `casts` is told of
-    what is saved, under autocast. `selection` says which outputs F keeps for R. `watches`: F checks at its end that no tensor that it
-    saved has changed in place; else B does for the slots that R fills. `split`: some tensors are held until W, so each slot counts by itself.
-    `moves`: F fills the slots, from which the set goes to host memory, so each counts by itself too.
+    Layers are numbered from 0 within the stage. `proof`: F fills the slots, and R's tensors are compared with them. `casts` gets each tensor
+    that is saved under autocast. `selection`: which outputs F keeps for R. `watches`: at its end F checks that no tensor that it saved has
+    changed in place; without it, B checks the slots that R filled. `split`: some tensors are held until W, so each slot counts by
+    itself. `moves`: F fills the slots and the set goes to host memory, so each slot counts by itself too.
     """
 
     wanted: int | None = None  # the layer whose empty slot was read in F, by itself or another layer
@@ -71,7 +71,7 @@ class LateBoundSet:
     layer = -1  # that F is in
     end = 0  # R is complete when the slots before this one are filled
     num_bytes = 0  # of what fills the slots
-    set_bytes_before = 0  # bytes of the set that R fills that were held already: kept outputs
+    set_bytes_before = 0  # bytes of the set that were held before R: kept outputs
     _is_in_forward = True
 
     def __init__(
@@ -225,7 +225,7 @@ class LateBoundSet:
                 filled.append(slot)
                 tensors.append(slot.tensor)
                 if size.is_known and not self._counts_each:
-                    break  # B comes last to what was saved first
+                    break  # the first slot is the last that B reads
         if self._counts_each:
             self.num_bytes = self.meter.uncounted_bytes(tensors)
             for slot, tensor in zip(filled, tensors):

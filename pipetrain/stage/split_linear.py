@@ -46,8 +46,8 @@ class SplitLinear(SplitFunction):
             product = _addmm(bias.to(x.dtype), _rows(x), matrix)
         else:
             product = torch.mm(_rows(x), matrix)
-        # A layer may change the output in place, which autograd allows of no view that a function returns. So the output is the product's
-        # memory in another shape. Not `out=` into a tensor of that shape: an operation that writes is not kept for R.
+        # A layer may change the output in place, which autograd forbids if a function returns a view. So the output uses the product's memory
+        # under another shape. `out=` would be an operation that writes, which is not kept for R.
         output = view_into(product.untyped_storage(), product.view(*x.shape[:-1], matrix.shape[1]))
         if bias is not None and not ctx.is_fused:
             output.add_(bias.to(x.dtype))

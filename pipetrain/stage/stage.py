@@ -86,7 +86,7 @@ class Stage:
         self._deferred: dict[int, Deferral] = {}  # from I to W
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._entry = Entry(self._anchor, self._title, self.name_of, len(self.indices) - 1, loss_fn is not None)
-        # Layers of which it is not shown that the graph of their R holds no memory of its own.
+        # Layers whose R graph may hold memory of its own: not yet shown otherwise.
         self.may_hold_outside = set(range(len(self.indices)))
         self._stop = Stop.AT_LAYER  # where R may end; this until a proof says more
         self._proved: Sequence[Signature] = ()  # what the last layer that R fills saved, in the proof
@@ -208,7 +208,7 @@ class Stage:
         return before, FirstLook(self, given, held.seeds, late, held.deferral, compares=prove and not keep)
 
     def _may_witness(self) -> bool:
-        """Whether F and R may take checksums: not on a GPU (bits may differ, a checksum waits), nor if a layer changes what an earlier one saved."""
+        """Whether F and R may take checksums: not on a GPU (bits may differ, the host would wait), nor if a layer changes an earlier saved tensor."""
         return self.device.type == "cpu" and self._stop is not Stop.AT_END
 
     def _run_forward(
@@ -263,7 +263,7 @@ class Stage:
             refuse_gradient_inside(late, self.name_of, number)
         if look is not None:
             look.after(number)
-        # A gradient may flow between kept layers, so each gets the very output of the one before; R gets only the last one's.
+        # A gradient may flow between kept layers, so each gets the output itself of the layer before; R gets a copy of the last output.
         if held.given is not None and number in late.whole and number + 1 not in late.whole:
             held.passed[number] = Passed.of(output)
 
@@ -342,7 +342,7 @@ class Stage:
         return microbatch in self._held
 
     def recompute(self, microbatch: int, part: int | None = None) -> None:
-        """R: the stage's forward again, until the last slot is full. Nobody runs its graph. Raises RecomputeMismatch: R did not do what F did;
+        """R: run the stage's forward again until the last slot is full. Its graph is not used. Raises RecomputeMismatch: R differed from F;
         SavedTensorChanged: a parameter or the stashed input changed since F."""
         assert part is None, f"stage {self.index} has no parts"
         held = self._held[microbatch]

@@ -1,4 +1,4 @@
-"""Copies of tensors: made, compared, and put in place of a tensor that has changed since.
+"""Copies of tensors: made, compared with the present values, and put in the tensors' place.
 
 `tensor.data = copy` puts a copy in place: the tensor object stays, so everything that refers to it (a module that is used twice, a
 layer that reads another's buffer) reads and writes the copy. Tensors that share the old memory (a saved tensor of another

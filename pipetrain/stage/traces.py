@@ -57,8 +57,8 @@ def attributes_of(named: Iterable[tuple[str, Any]]) -> Look:
 
 
 def outer_traces(layer: Any) -> Look:
-    """Numbers, texts and generators outside of a layer, or a loss, that its code can rebind or draw from: in its class, in functions around
-    it, among the globals that it names. Lists and dicts there do not count."""
+    """Numbers, texts and generators outside of a layer or loss that its code can rebind or draw from: variables of its class, of enclosing
+    functions, and globals that it names. Lists and dicts there do not count."""
     found = {
         f"{kind.__name__}.{name}": _atom(value)
         for kind in _kinds_of(layer)
@@ -82,7 +82,7 @@ def rebound_outside(layer: Any) -> str | None:
 
 
 def holds_outside(layer: Any) -> bool:
-    """Whether the code of a layer names a list, a dict, a set or a generator outside of it, which a copy of the layer would change, too."""
+    """Whether the code of a layer names a list, dict, set or generator outside of the layer, so that a copy would change it too."""
     named = [value for function in _code_of(layer) for _, value in _variables_of(function)]
     in_classes = [value for kind in _kinds_of(layer) for value in vars(kind).values()]
     return any(type(value) in _CONTAINERS for value in named) or any(

@@ -57,6 +57,7 @@ RANGES = [
     train("cost.input_share=2", "cost.input_share=2.0", "a part of a set from 0 to 1"),
     train("cost.kept_share=-1", "cost.kept_share=-1.0", "a part of a set from 0 to 1"),
     train("cost.reduce_seconds=-1", "cost.reduce_seconds=-1.0", "a time in seconds from 0"),
+    train("cost.copy_contention=0.5", "cost.copy_contention=0.5", "1 or more"),
     train("cost.offload_seconds=-1", "cost.offload_seconds=-1.0", "a time in seconds from 0"),
     train("epochs=0 steps=null", "epochs=0.0: allowed is more than 0"),
     train("observe.peak_flops_per_second=0", "observe.peak_flops_per_second=0.0", "more than 0"),

@@ -6,8 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
-from random_plans import IN_SPACE, every_plan, layer, random_problem
+from random_plans import IN_SPACE, every_plan, layer, random_problem, random_profile
 
+from pipetrain.plan import planner
 from pipetrain.plan.balance import balance_by_step, balance_evenly
 from pipetrain.plan.candidates import RankMemory
 from pipetrain.plan.footprint import Footprint, Holdings
@@ -86,6 +87,18 @@ def test_the_plan_is_no_slower_than_equal_layers_nor_than_balance_auto(seed: int
         held = make_plans(dataclasses.replace(problem, held={**problem.held, "pipeline.balance": balance}))
         for budget in budgets_of(held):
             assert least_seconds(plans, budget) <= least_seconds(held, budget) * 1.0001, balance
+
+
+def test_what_is_near_the_frontier_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten layers on four stages have more balances than are tried to begin with."""
+    held = {"parallel.num_replicas": 1, "pipeline.num_microbatches": 8, **IN_SPACE}
+    problem = PlanProblem(random_profile(random.Random(1), 10), 8, 4, num_microbatches=8, held=held)
+    plans = make_plans(problem)
+    monkeypatch.setattr(planner, "neighbours", lambda *_: ())
+    starts = make_plans(problem)
+    gains = [least_seconds(starts, budget) / least_seconds(plans, budget) for budget in budgets_of(starts)]
+    assert min(gains) >= 1
+    assert max(gains) > 1.2
 
 
 def test_a_lean_balance_counts_r_where_it_runs() -> None:
