@@ -27,9 +27,8 @@ NUM_SAVED = 16
 _DEVICE = threading.Lock()
 _watchers: list[Callable[[], None]] = []
 _pace = 1.0
-_forwards = WeakKeyDictionary[
-    "EmulatedStage", int
-]()  # not in the layer: what changes in each forward would be its state
+# Not in the layer: what changes in each forward would be its state.
+_forwards = WeakKeyDictionary["EmulatedStage", int]()
 
 
 @contextmanager

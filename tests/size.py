@@ -20,8 +20,8 @@ MOST_LINES = 500
 # the figure down.
 ROOMS = {
     "__init__.py": 78,
-    "cli": 2782,
-    "comm": 4150,
+    "cli": 2780,
+    "comm": 4151,
     "config": 2112,
     "data": 2984,
     "engine": 1093,
@@ -30,12 +30,12 @@ ROOMS = {
     "monitor": 3634,
     "optim": 305,
     "plan": 3616,
-    "runtime": 4870,
-    "schedule": 6037,
+    "runtime": 4869,
+    "schedule": 6036,
     "snapshot": 1509,
     "stage": 4891,
     "train.py": 324,
-    "trainer": 1596,
+    "trainer": 1595,
     "verify": 1125,
 }
 # Files of the package that are longer than a file should be, and how long they may be until they are cut.

@@ -259,11 +259,9 @@ def plan_problem_of(
 
 def _host_bytes(config: RunConfig, num_ranks: int) -> int | None:
     """As a run on these machines has it; of machines that are not here only what was typed."""
-    given, here = (
-        config.recompute.host_bytes,
-        config.cluster.ranks_per_node or -(-num_ranks // config.cluster.num_nodes),
-    )
-    return default_limit(here) if given is None and config.plan.cluster is None else given
+    if config.recompute.host_bytes is not None or config.plan.cluster is not None:
+        return config.recompute.host_bytes
+    return default_limit(config.cluster.ranks_per_node or -(-num_ranks // config.cluster.num_nodes))
 
 
 def held_in(config: RunConfig, overrides: Sequence[str]) -> dict[str, Any]:

@@ -141,9 +141,8 @@ class _Bench:
         through, alone = self._stage(number, [layer, _End()]), self._stage(number, [layer])
         keeping, split = self._stage(number, [layer, _End()], [Outputs()]), self._stage(number, [layer])
         with self.autocast():
-            for turn in range(
-                1 + self.rounds
-            ):  # the first is proved, and not counted; the others add to its gradients, as in a step
+            # The first is proved, and not counted. The others add to its gradients, as in a step.
+            for turn in range(1 + self.rounds):
                 turns = [self._turn(stage, given, turn) for stage in (through, alone, keeping)]
                 *halves, deferred = self._halves(split, given, turn)
                 times.append((*turns[0], turns[1][1], turns[2][1], *halves))

@@ -43,7 +43,7 @@ from pipetrain.schedule.waits import add_waits
 
 _OF_BACKWARD = GIVES_GRADIENTS | {RECOMPUTE, OFFLOAD, RELOAD}
 
-_MOST_PLACED = 2**13  # stages x microbatches x rules of `offload.py`: a second or two
+_MOST_TRIED = 2**13  # stages x microbatches x rules of `offload.py`: a second or two
 
 OrdersOfW = Callable[[Schedule, Costs], Iterator[Schedule]]
 
@@ -136,7 +136,7 @@ def with_copies(spec: ScheduleSpec, costs: Costs, most_placed: int = MOST_PLACED
     placings = [Placing(draft_of(spec, own), beside)]
     if is_split(plain):  # right behind its I, W frees its set as soon as it may
         placings.append(Placing(closed_up(draft_of(spec, own)), beside))
-    most = max(1, _MOST_PLACED // (spec.num_stages * spec.num_microbatches))
+    most = max(1, _MOST_TRIED // (spec.num_stages * spec.num_microbatches))
     rules = list(itertools.islice(rules_of_copies(), most))
     placed = min((placing.place(rule) for placing in placings for rule in rules), key=lambda one: one.seconds)
     if placed.seconds == math.inf and spec.policy.offload is Offload.ALWAYS:

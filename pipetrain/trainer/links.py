@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import statistics
@@ -142,7 +141,7 @@ def _copying(device: torch.device) -> Iterator[None]:
             copy()
 
     with ThreadPoolExecutor(2) as threads:
-        running = [threads.submit(functools.partial(keep_on, copy)) for copy in _copiers(device)]
+        running = [threads.submit(keep_on, copy) for copy in _copiers(device)]
         try:
             yield
         finally:

@@ -4,6 +4,13 @@ from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a disk that refuses a snapshot's file is not heard",
+        "pipetrain/snapshot/tensors.py",
+        "            synced.result()\n",
+        "",
+        ("tests/snapshot/test_saver.py", "-k", "does_not_reach_the_disk"),
+    ),
+    Mutant(
         "ranks agree after each step for as long as one of them writes",
         "pipetrain/snapshot/saver.py",
         "min(2 * save.pause, _LONGEST_PAUSE)",

@@ -1,5 +1,6 @@
 """Saves on one rank: what is in them, what is kept, and what happens when one fails."""
 
+import errno
 import os
 import pathlib
 import shutil
@@ -225,6 +226,19 @@ def small_disk(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
         pytest.skip("a small disk needs the right to mount a tmpfs")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_file_that_does_not_reach_the_disk_is_not_written(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    image = Image({"w": torch.ones(1)})
+    image.copy({"w": torch.ones(1)})
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        image.write(tmp_path, "w.safetensors")
 
 
 @pytest.mark.root

@@ -72,7 +72,7 @@ def best_schedule(
     cache: Path | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> FoundSchedule:
-    """The best schedule for `spec`, of the family `auto`, that is found with `effort`; it passes `check`.
+    """The best schedule for `spec`, of the family `auto`, that is found with `effort`. It passes `check`, for which the caller asks where no search is made.
 
     `cache` is the folder for results; None: they are not stored. `say` gets a line if the search takes time. With an effort of
     0 seconds only the rule, the named families and the stored result are tried; with more than `MOST_COMPARED` stages x microbatches the
@@ -85,7 +85,6 @@ def best_schedule(
     if spec.policy.offloads and spec.first_backward < spec.num_stages:
         return _best_with_copies(spec, costs, effort, cache, say)
     if spec.num_stages * spec.num_microbatches > MOST_COMPARED:
-        # Whoever shows or runs it checks it, as any schedule that was not searched for.
         schedule = make(spec)
         return FoundSchedule(schedule, simulate(schedule, costs).step_seconds, problem_of(spec, costs).least_seconds())
     known = None if cache is None else read_order(cache, spec, costs)
