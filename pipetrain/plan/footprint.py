@@ -16,7 +16,7 @@ from pipetrain.plan.candidates import RankMemory
 from pipetrain.plan.profile import Profile, costs_of_layers
 from pipetrain.schedule.alive import OPENS_STASH, brings_set, ends_stash, peak_stash, places_freed
 from pipetrain.schedule.events import OpEvent, Timeline
-from pipetrain.schedule.kinds import FINISHING, PASS_SEQUENCES, RECOMPUTE, RELOAD, SPLITTING, Direction, Lane
+from pipetrain.schedule.kinds import FINISHING, OFFLOAD, PASS_SEQUENCES, RECOMPUTE, RELOAD, SPLITTING, Direction, Lane
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.recompute import order_of
@@ -50,13 +50,14 @@ class Holdings:
 @dataclass(frozen=True)
 class PartBytes:
     """Bytes of a microbatch in one part: its input, its set with it, what of it R finds, the set without what R
-    alone reads (`own`), its largest layer."""
+    alone reads (`own`), its largest layer, and what stays of the set when it is offloaded."""
 
     input: int
     whole: int
     kept: int
     own: int
     largest: int
+    staying: int
     is_first: bool  # its input is a part of the batch, which stays for the whole step
     saves_input: bool
 
@@ -87,16 +88,23 @@ def parts_of_stages(
     sizes = policy.parts if policy.in_parts else tuple((layers,) for layers in balance)
     selective = () if policy.mode is Mode.NEVER else policy.selective
     layers = [layers for parts in sizes for layers in parts]
-    costs, starts = costs_of_layers(profile, layers, selective), itertools.accumulate(layers, initial=0)
+    costs, starts = costs_of_layers(profile, layers, selective), [0, *itertools.accumulate(layers[:-1])]
     own = costs_of_layers(profile, layers).set_bytes if selective else costs.set_bytes
-    sums = [one.inner_bytes + one.output_bytes for one in map(profile.layer, range(sum(layers) + profile.has_loss))]
-    ends = [*itertools.accumulate(layers[:-1]), len(sums)]
-    largest = (max(sums[start:end]) for start, end in itertools.pairwise((0, *ends)))
-    rows = zip(starts, costs.input_bytes, costs.set_bytes, costs.kept_bytes or (0.0,) * costs.num_stages, own, largest)
-    flat = (
-        PartBytes(int(given), int(whole), int(kept), int(own), largest, start == 0, profile.layer(start).saves_input)
-        for start, given, whole, kept, own, largest in rows
-    )
+    rows = [profile.layer(number) for number in range(sum(layers) + profile.has_loss)]
+    found = []
+    for number, (start, end) in enumerate(itertools.pairwise((*starts, len(rows)))):
+        part = PartBytes(
+            input=int(costs.input_bytes[number]),
+            whole=int(costs.set_bytes[number]),
+            kept=int(costs.kept_bytes[number]) if costs.kept_bytes else 0,
+            own=int(own[number]),
+            largest=max(one.inner_bytes + one.output_bytes for one in rows[start:end]),
+            staying=sum(one.staying_bytes for one in rows[start:end]),
+            is_first=start == 0,
+            saves_input=rows[start].saves_input,
+        )
+        found.append(part)
+    flat = iter(found)
     return tuple(tuple(itertools.islice(flat, len(parts))) for parts in sizes)
 
 
@@ -232,7 +240,7 @@ class Footprint:
             stash = sum(part.stash for part in parts)
             return (sum(part.full_if_proved for part in parts), 0) if is_proved else (stash, stash)
         if op.kind is RELOAD:
-            return sum(part.full_if_kept for part in parts), 0
+            return self._copied(op.stage), 0
         if op.kind is RECOMPUTE:
             own = parts if op.part is None else (parts[op.part],)
             stash = sum(part.stash for part in own)
@@ -249,6 +257,8 @@ class Footprint:
         sizes = [part.full_if_kept if is_kept else part.full_if_proved if is_proved else part.full for part in parts]
         whole = sum(sizes)
         waiting = min(self._deferred[op.stage], whole)
+        if op.kind is OFFLOAD:
+            return self._copied(op.stage)
         if op.kind in SPLITTING:
             return whole - waiting
         if op.kind in FINISHING:
@@ -258,6 +268,10 @@ class Footprint:
         if is_kept:
             return 0 if op.part else whole
         return whole if op.part is None else sizes[op.part]
+
+    def _copied(self, stage: int) -> int:
+        """What an OFFLOAD frees, and RELOAD brings back."""
+        return sum(max(0, part.full_if_kept - part.staying) for part in self.parts[stage])
 
     def of_step(self, schedule: Schedule, timeline: Timeline) -> tuple[int, ...]:
         """The most activation bytes of each rank in a simulated step, the first (with its proof) or a later one; inputs that wait for F count,

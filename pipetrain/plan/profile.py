@@ -71,8 +71,8 @@ class LayerProfile:
     """Layers that look the same, measured on one of them with one microbatch; the number after the last layer's is the loss.
 
     `recompute_seconds` is R through the whole layer, `recompute_last_seconds` where it is the last of its stage, so that R ends with its
-    last saved tensor. `inner_bytes` is its set but for its input and its output, which neighbours may save as well. W needs `deferred_bytes` after I;
-    an older profile has neither these nor the seconds of I and W.
+    last saved tensor. `inner_bytes` is its set but for its input and its output, which neighbours may save as well. W needs `deferred_bytes` after I.
+    An offloaded set leaves `staying_bytes` on the device, its small storages. An older profile has neither of these, nor the seconds of I and W.
     """
 
     numbers: tuple[int, ...]
@@ -96,6 +96,7 @@ class LayerProfile:
     input_gradient_seconds: float | None = None
     weight_gradient_seconds: float | None = None
     deferred_bytes: int | None = None
+    staying_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipetrain.models.spec import ModelSpec
 from pipetrain.plan.profile import LOSS, LayerProfile, OpProfile, SavedTensor
 from pipetrain.schedule.policy import Outputs
+from pipetrain.stage.host_set import LEAST_BYTES
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.microbatch import StageInput, StageOutput
 from pipetrain.stage.seeding import generators_restored, layer_seeds
@@ -177,6 +178,7 @@ class _Bench:
             input_gradient_seconds=first,
             weight_gradient_seconds=second,
             deferred_bytes=deferred,
+            staying_bytes=trace.staying_bytes(),
         )
 
     def _stage(self, number: int, layers: Sequence[nn.Module], selective: Sequence[Outputs] = ()) -> Stage:
@@ -320,6 +322,11 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._saved.append(tensor.detach())
             self.saved_keys.add(storage_key(tensor))
         return tensor
+
+    def staying_bytes(self) -> int:
+        """Bytes of saved storages that an OFFLOAD leaves on the device, without those that the layer got."""
+        sizes = {storage_key(one): one.untyped_storage().nbytes() for one in self._saved}
+        return sum(size for key, size in sizes.items() if size < LEAST_BYTES and key not in self.inputs)
 
     def largest(self) -> tuple[SavedTensor, ...]:
         """The largest saved tensors, one per storage."""

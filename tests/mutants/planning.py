@@ -11,6 +11,13 @@ MUTANTS = (
         ("tests/plan/test_planner.py", "-k", "never_slower"),
     ),
     Mutant(
+        "an offloaded set leaves nothing on the device",
+        "pipetrain/plan/footprint.py",
+        "part.full_if_kept - part.staying)",
+        "part.full_if_kept)",
+        ("tests/plan/test_plans_with_copies.py", "-k", "small_storages"),
+    ),
+    Mutant(
         "copies are planned where their time is not known",
         "pipetrain/plan/space.py",
         "if problem.profile.host is None or",

@@ -6,10 +6,11 @@ import math
 import pytest
 from random_plans import layer, random_problem
 
-from pipetrain.plan.footprint import Holdings
+from pipetrain.plan.footprint import Footprint, Holdings
 from pipetrain.plan.planner import Plans, host_bytes_of, make_plans
 from pipetrain.plan.profile import HostLink, Profile
 from pipetrain.plan.space import PlanProblem
+from pipetrain.schedule.alive import peak_stash
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.make import make_schedule
@@ -107,3 +108,18 @@ def test_messages_take_longer_beside_copies() -> None:
     assert simulate(copied, busy) == simulate(copied, slow)
     assert simulate(copied, busy).step_seconds > simulate(copied, quiet).step_seconds
     assert simulate(plain, busy) == simulate(plain, quiet)
+
+
+def test_small_storages_of_an_offloaded_set_stay_on_the_device() -> None:
+    """Where all of it is small, a copy frees nothing: the device holds the set of every microbatch between F and B."""
+    policy, costs = RecomputePolicy(sets=2, offload="always"), Costs.spread(STAGES, offload=1.0)  # type: ignore[arg-type]
+    schedule = make_schedule("1f1b", num_stages=STAGES, num_microbatches=6, recompute=policy, costs=costs)
+    assert schedule.offloaded
+    found = []
+    for staying in (0, 990):
+        layers = tuple(dataclasses.replace(one, staying_bytes=staying) for one in profile(2.0).layers)
+        footprint = Footprint(Profile(layers=layers), (1,) * STAGES, policy, 6, Holdings(proves=False))
+        found.append([one.inputs + one.sets for one in footprint.of_schedule(schedule)])
+    in_flight, batch = peak_stash(schedule)[0], 2 * 10 * 6
+    assert [of_ranks[0] for of_ranks in found] == [2 * 990 + batch, in_flight * 990 + batch]
+    assert in_flight == STAGES

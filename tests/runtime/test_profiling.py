@@ -84,6 +84,7 @@ def test_layers_that_look_the_same_are_measured_once() -> None:
     assert block.output_bytes == block.input_bytes == 2 * 16 * 32 * 4
     assert [one.bytes for one in block.largest] == sorted((one.bytes for one in block.largest), reverse=True)
     assert len(block.largest) == 10
+    assert block.staying_bytes == block.inner_bytes  # all are too small to be copied
     product = next(one for one in block.largest if one.op == "mm")
     assert product.recompute_seconds > 0
     assert {(op.path, op.calls) for op in block.ops if op.op == "mm"} >= {("attention.query", 1), ("mlp.down", 1)}
