@@ -29,7 +29,7 @@ ROOMS = {
     "models": 3861,
     "monitor": 3634,
     "optim": 305,
-    "plan": 3631,
+    "plan": 3630,
     "runtime": 4876,
     "schedule": 6036,
     "snapshot": 1509,

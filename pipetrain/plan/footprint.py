@@ -91,9 +91,8 @@ def parts_of_stages(
     costs, starts = costs_of_layers(profile, layers, selective), [0, *itertools.accumulate(layers[:-1])]
     own = costs_of_layers(profile, layers).set_bytes if selective else costs.set_bytes
     rows = [profile.layer(number) for number in range(sum(layers) + profile.has_loss)]
-    found = []
-    for number, (start, end) in enumerate(itertools.pairwise((*starts, len(rows)))):
-        part = PartBytes(
+    flat = (
+        PartBytes(
             input=int(costs.input_bytes[number]),
             whole=int(costs.set_bytes[number]),
             kept=int(costs.kept_bytes[number]) if costs.kept_bytes else 0,
@@ -103,8 +102,8 @@ def parts_of_stages(
             is_first=start == 0,
             saves_input=rows[start].saves_input,
         )
-        found.append(part)
-    flat = iter(found)
+        for number, (start, end) in enumerate(itertools.pairwise((*starts, len(rows))))
+    )
     return tuple(tuple(itertools.islice(flat, len(parts))) for parts in sizes)
 
 
@@ -254,11 +253,11 @@ class Footprint:
         is_kept = (op.stage, op.microbatch) in schedule.kept | schedule.offloaded
         if op.kind is RECOMPUTE:
             return parts[op.part or 0].largest if is_proved else 0
+        if op.kind is OFFLOAD:
+            return self._copied(op.stage)
         sizes = [part.full_if_kept if is_kept else part.full_if_proved if is_proved else part.full for part in parts]
         whole = sum(sizes)
         waiting = min(self._deferred[op.stage], whole)
-        if op.kind is OFFLOAD:
-            return self._copied(op.stage)
         if op.kind in SPLITTING:
             return whole - waiting
         if op.kind in FINISHING:

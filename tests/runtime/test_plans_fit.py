@@ -123,8 +123,8 @@ def test_a_plan_that_fits_stays_within_its_budget(seed: int) -> None:
 @pytest.mark.quick("0")
 @pytest.mark.parametrize("seed", range(5), ids=str)
 def test_a_plan_with_copies_fits_too(seed: int) -> None:
-    """Its tensors are large enough to be copied, and copies quick enough to be chosen. Its stages are deep: a message that is still on its way
-    when the peak is reached is the luck of one run, and here 0.5 % of it or less."""
+    """Its tensors are large enough to be copied, and copies quick enough to be chosen. Its stages are deep: whether a
+    message is still on its way at the peak differs from run to run, and here a message is at most 0.5 % of the peak."""
     model = ModelConfig(num_hidden_layers=26 + seed, hidden_size=128, num_attention_heads=2)
     case = Case(model, 16, 8, 160 + 16 * seed, 2)
     problem = case.problem(**{"recompute.offload": "always", "recompute.sets": 2, "pipeline.schedule": "auto"})

@@ -72,7 +72,7 @@ def best_schedule(
     cache: Path | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> FoundSchedule:
-    """The best schedule for `spec`, of the family `auto`, that is found with `effort`. It passes `check`, for which the caller asks where no search is made.
+    """The best schedule for `spec`, of the family `auto`, that is found with `effort`. A schedule that was searched for has passed `check`; the caller checks any other.
 
     `cache` is the folder for results; None: they are not stored. `say` gets a line if the search takes time. With an effort of
     0 seconds only the rule, the named families and the stored result are tried; with more than `MOST_COMPARED` stages x microbatches the
