@@ -1,4 +1,4 @@
-"""What time costs in memory: whole sets, segments and selective recomputation of a real transformer, on two stages."""
+"""What time costs in memory: whole sets, copies to host memory, segments and selective recomputation of a real transformer, on two stages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipetrain.config.records import ModelConfig
-from pipetrain.schedule.policy import Mode
+from pipetrain.schedule.policy import Mode, Offload
 
 from ..charts import draw_points
 from ..ranks import preload
@@ -18,6 +18,7 @@ from ..trial import Row, run_rounds
 
 CLAIM = "between all sets and one there is a choice: each way to keep less takes less memory, and says what it takes in time"
 SETS, SEGMENTS, SELECTIVE, BOTH = "whole sets", "segments", "selective", "segments and selective"
+COPIES = "sets, and copies"
 ALL = "all sets"
 FAMILY = "gpipe"
 
@@ -40,6 +41,7 @@ def points(*, quick: bool) -> list[Point]:
         _point(SEGMENTS, segments=2, sets=1.5),
         *(_point(SELECTIVE, selective=kept) for kept in (("attention",), ("matmul",), ("attention", "matmul"))),
         *(_point(BOTH, segments=segments, selective=("attention",)) for segments in (2, "layers")),
+        *(_point(COPIES, sets=2, offload=offload) for offload in (Offload.AUTO, Offload.ALWAYS)),
     ]
     return found[:2] + found[5:6] + found[9:10] if quick else found
 
@@ -51,8 +53,10 @@ def _point(
     sets: float | None = None,
     segments: int | str = 1,
     selective: tuple[str, ...] = (),
+    offload: Offload = Offload.NONE,
 ) -> Point:
     given = {"sets": sets, "segments": segments if segments != 1 else None, "selective": ",".join(selective)}
+    given["offload"] = None if offload is Offload.NONE else offload
     told = [f"recompute={mode}"]
     told += [
         f"recompute.{key}={f'[{value}]' if key == 'selective' else value}" for key, value in given.items() if value
@@ -63,6 +67,7 @@ def _point(
         sets=(1 if segments == 1 else None) if sets is None else sets,
         segments=segments,
         selective=selective,
+        offload=offload,
         label=" ".join(told),
     )
     return Point(series, system.name, system)

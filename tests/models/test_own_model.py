@@ -136,6 +136,7 @@ def test_what_is_counted(name: str, size: ModelSize) -> None:
     assert size.parameters_per_layer in (None, found.parameters_per_layer)
 
 
+@pytest.mark.quick("dies")
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -146,6 +147,7 @@ def test_what_is_counted(name: str, size: ModelSize) -> None:
             "missing a required argument: 'output'; it takes (output, targets, scale=1.0): set them as model.args.NAME=VALUE",
         ),
     ],
+    ids=["numbers", "dies", "loss"],
 )
 def test_what_is_no_model_is_said_in_one_line(name: str, says: str) -> None:
     with pytest.raises(ConfigError) as raised:

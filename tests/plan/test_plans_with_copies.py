@@ -55,6 +55,7 @@ def test_copies_bring_the_time_of_more_sets() -> None:
     assert best.candidate.as_json()["offload"] == "auto"
 
 
+@pytest.mark.slow
 def test_slow_copies_are_declined() -> None:
     assert with_copies(make_plans(problem(40.0))) == []
 
@@ -64,6 +65,7 @@ def test_without_the_time_of_a_copy_nothing_is_copied() -> None:
     assert with_copies(make_plans(unknown)) == []
 
 
+@pytest.mark.quick("none")
 @pytest.mark.parametrize("word", ["none", "always"])
 def test_what_was_typed_is_held(word: str) -> None:
     plans = make_plans(problem(**{"recompute.offload": word}))
@@ -71,6 +73,7 @@ def test_what_was_typed_is_held(word: str) -> None:
     assert all("recompute.offload" not in one.keys for one in plans.plans)
 
 
+@pytest.mark.slow
 def test_no_plan_may_take_more_host_memory_than_there_is() -> None:
     limited = make_plans(dataclasses.replace(problem(), host_bytes=4_000))  # of four sets
     found = [one for one in limited.plans if one.choice.offload == "auto"]

@@ -120,7 +120,7 @@ def test_a_plan_that_fits_stays_within_its_budget(seed: int) -> None:
         assert abs(first.peak_activation_bytes[rank] - activations) <= MOST_OFF * activations, said
 
 
-@pytest.mark.quick("0")
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5), ids=str)
 def test_a_plan_with_copies_fits_too(seed: int) -> None:
     """Its tensors are large enough to be copied, and copies quick enough to be chosen. Its stages are deep: whether a

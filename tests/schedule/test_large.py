@@ -19,6 +19,7 @@ def test_it_is_sound(family: str) -> None:
     check(make_schedule(family, num_stages=STAGES, num_microbatches=MICROBATCHES, costs=COSTS))
 
 
+@pytest.mark.slow
 def test_nothing_is_searched_for_where_one_order_takes_seconds() -> None:
     spec = ScheduleSpec("auto", tuple(range(STAGES)), MICROBATCHES, costs=COSTS)
     told: list[str] = []

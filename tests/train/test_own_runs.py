@@ -135,6 +135,7 @@ def test_a_rank_between_the_first_and_the_last_reads_nothing(folder: pathlib.Pat
     assert sorted(path.name for path in folder.glob("read-by-*")) == ["read-by-0", "read-by-2"]
 
 
+@pytest.mark.slow
 def test_a_profile_is_asked_for_in_short(folder: pathlib.Path) -> None:
     """And the run after it is balanced by it."""
     (folder / "pairs.py").write_text(PAIRS)
@@ -186,7 +187,7 @@ class Stream(torch.utils.data.IterableDataset):
 WHOLE = ["model=python", "model.target=killed:make_layers", "data=python", "steps=8", "data.global_batch_size=8"]
 
 
-@pytest.mark.quick("1-Stream")
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", ["Samples", "Stream"])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_a_kill_changes_nothing(folder: pathlib.Path, dataset: str, stages: int) -> None:
@@ -209,6 +210,7 @@ def test_a_kill_changes_nothing(folder: pathlib.Path, dataset: str, stages: int)
     assert_same_weights(folder / "killed", folder / "whole")
 
 
+@pytest.mark.quick("loss")
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
@@ -219,6 +221,7 @@ def test_a_kill_changes_nothing(folder: pathlib.Path, dataset: str, stages: int)
             "model.loss=pairs:one_per_sample: returned a tensor of shape [2]: it must return a 0-dim tensor",
         ),
     ],
+    ids=["data", "loss"],
 )
 def test_what_only_a_rank_can_find_out_is_one_line_and_exit_code_2(
     folder: pathlib.Path, typed: list[str], says: str
