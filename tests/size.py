@@ -20,22 +20,22 @@ MOST_LINES = 500
 # the figure down.
 ROOMS = {
     "__init__.py": 78,
-    "cli": 2780,
+    "cli": 2781,
     "comm": 4151,
     "config": 2112,
     "data": 2984,
     "engine": 1093,
     "launcher": 1058,
     "models": 3861,
-    "monitor": 3634,
+    "monitor": 3635,
     "optim": 305,
-    "plan": 3630,
-    "runtime": 4876,
+    "plan": 3690,
+    "runtime": 4878,
     "schedule": 6036,
     "snapshot": 1509,
     "stage": 4891,
     "train.py": 324,
-    "trainer": 1595,
+    "trainer": 1596,
     "verify": 1125,
 }
 # Files of the package that are longer than a file should be, and how long they may be until they are cut.

@@ -236,7 +236,7 @@ def plan_problem_of(
         policy_of(config), **{name: value for name, value in free.items() if f"recompute.{name}" not in held}
     )
     return PlanProblem(
-        profile,
+        profile.keeping(policy.keep_layers),
         config.data.global_batch_size,
         num_ranks,
         num_microbatches=config.pipeline.num_microbatches,

@@ -19,8 +19,9 @@ from pipetrain.config.together import check_run
 from pipetrain.engine.available import check_engine
 from pipetrain.launcher.outcome import Exit
 from pipetrain.monitor.draw.table import Table, size
-from pipetrain.plan.profile import Advice, HostLink, LayerProfile, Links, Profile, advice_of
+from pipetrain.plan.profile import HostLink, LayerProfile, Links, Profile
 from pipetrain.plan.world import world_of
+from pipetrain.plan.worth_keeping import Advice, advice_of
 from pipetrain.trainer.prepare import conditions_of
 
 _MOST_ADVICE = 5

@@ -174,7 +174,7 @@ PerRank = tuple[float | None, ...]
 _OF_BREAKDOWN = (
     *("recompute_hidden_seconds", "recompute_exposed_seconds", "wait_activation_seconds", "wait_gradient_seconds"),
     *("fill_seconds", "drain_seconds", "imbalance_seconds", "reduce_exposed_seconds"),
-    *("host_seconds", "handover_seconds", "machine_seconds"),
+    *("host_seconds", "handover_seconds", "machine_seconds", "wait_copy_seconds"),
 )
 _OF_REPORT = ("peak_activation_bytes", "peak_reserved_bytes", "communicator_bytes")
 
@@ -211,6 +211,7 @@ class StepMetrics:
     host_seconds: PerRank = ()
     handover_seconds: PerRank = ()
     machine_seconds: PerRank = ()
+    wait_copy_seconds: PerRank = ()
     skipped: bool = False  # whether the step was left out: the weights did not change
     phase: int | None = None  # its phase, from 0; None: the run has none
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from pipetrain.plan.candidates import RankMemory
-from pipetrain.plan.profile import Profile, costs_of_layers
+from pipetrain.plan.profile import Profile, bytes_of_sets, costs_of_layers
 from pipetrain.schedule.alive import OPENS_STASH, brings_set, ends_stash, peak_stash, places_freed
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.kinds import FINISHING, OFFLOAD, PASS_SEQUENCES, RECOMPUTE, RELOAD, SPLITTING, Direction, Lane
@@ -89,14 +89,14 @@ def parts_of_stages(
     selective = () if policy.mode is Mode.NEVER else policy.selective
     layers = [layers for parts in sizes for layers in parts]
     costs, starts = costs_of_layers(profile, layers, selective), [0, *itertools.accumulate(layers[:-1])]
-    own = costs_of_layers(profile, layers).set_bytes if selective else costs.set_bytes
+    own = bytes_of_sets(profile, layers)
     rows = [profile.layer(number) for number in range(sum(layers) + profile.has_loss)]
     flat = (
         PartBytes(
             input=int(costs.input_bytes[number]),
             whole=int(costs.set_bytes[number]),
             kept=int(costs.kept_bytes[number]) if costs.kept_bytes else 0,
-            own=int(own[number]),
+            own=own[number],
             largest=max(one.inner_bytes + one.output_bytes for one in rows[start:end]),
             staying=sum(one.staying_bytes for one in rows[start:end]),
             is_first=start == 0,

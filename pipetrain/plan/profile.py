@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from pipetrain.config.read_files import DamagedFile, fitted, read_object
 from pipetrain.config.renamed import current_key
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.policy import Outputs
+from pipetrain.schedule.policy import Outputs, layer_numbers
 
 PROFILE = "profile.json"
 _FORMAT_VERSION = 2
@@ -73,6 +73,7 @@ class LayerProfile:
     `recompute_seconds` is R through the whole layer, `recompute_last_seconds` where it is the last of its stage, so that R ends with its
     last saved tensor. `inner_bytes` is its set but for its input and its output, which neighbours may save as well. W needs `deferred_bytes` after I.
     An offloaded set leaves `staying_bytes` on the device, its small storages. An older profile has neither of these, nor the seconds of I and W.
+    No R runs a layer that `is_kept`: what it saves stays from F to B.
     """
 
     numbers: tuple[int, ...]
@@ -97,6 +98,7 @@ class LayerProfile:
     weight_gradient_seconds: float | None = None
     deferred_bytes: int | None = None
     staying_bytes: int = 0
+    is_kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -192,9 +194,30 @@ class Profile:
         layers = tuple(_between(one, many, share) for one, many in zip(self.smaller, self.layers, strict=True))
         return replace(self, layers=layers, samples=samples, smaller=())
 
+    def keeping(self, entries: Sequence[str]) -> Profile:
+        """The profile of a run whose `recompute.keep_layers` has these entries."""
+        if not entries:
+            return self
+        layers, smaller = (
+            tuple(one for group in of for one in _split(group, entries)) for of in (self.layers, self.smaller)
+        )
+        return replace(self, layers=layers, smaller=smaller)
+
+    @property
+    def keeps(self) -> bool:
+        return any(layer.is_kept for layer in self.layers)
+
     @property
     def has_loss(self) -> bool:
         return any(layer.kind == LOSS for layer in self.layers)
+
+
+def _split(group: LayerProfile, entries: Sequence[str]) -> Iterator[LayerProfile]:
+    """The layers of one record that `entries` name, and the others."""
+    kept = {n for n in group.numbers for text in entries if n in (layer_numbers(text) or ()) or text == group.kind}
+    for is_kept, numbers in ((True, kept), (group.is_kept, {*group.numbers} - kept)):
+        if numbers:
+            yield replace(group, numbers=tuple(sorted(numbers)), is_kept=is_kept)
 
 
 LOSS = "loss"
@@ -210,8 +233,7 @@ def costs_of_layers(profile: Profile, balance: Sequence[int], selective: Sequenc
 
     A tensor that two neighbours save is held once. `set_bytes` has the outputs that `selective` keeps although no backward needs them.
     """
-    starts = [sum(balance[:stage]) for stage in range(len(balance))]
-    stages = [_Stage(profile, range(start, start + size), selective) for start, size in zip(starts, balance)]
+    stages = _stages(profile, balance, selective)
     sizes = [stage.layers[-1].output_bytes for stage in stages[:-1]]
     hops = tuple(profile.hop_seconds(edge, size) for edge, size in enumerate(sizes))
     sets, host = tuple(float(stage.set_bytes() + stage.unsaved_bytes()) for stage in stages), profile.host
@@ -225,10 +247,15 @@ def costs_of_layers(profile: Profile, balance: Sequence[int], selective: Sequenc
         hop_backward=hops,
         input_bytes=tuple(float(stage.layers[0].input_bytes) for stage in stages),
         set_bytes=sets,
-        kept_bytes=tuple(float(stage.kept_bytes()) for stage in stages) if selective else (),
+        kept_bytes=tuple(float(stage.kept_bytes()) for stage in stages) if selective or profile.keeps else (),
         offload=() if host is None else tuple(map(host.seconds, sets)),
         copy_contention=() if host is None else (host.contention,) * len(hops),
     )
+
+
+def bytes_of_sets(profile: Profile, balance: Sequence[int]) -> list[int]:
+    """Of a set that F keeps, by stage."""
+    return [stage.set_bytes() for stage in _stages(profile, balance)]
 
 
 def as_measured(profile: Profile, balance: Sequence[int], measured: Costs) -> Profile:
@@ -281,6 +308,11 @@ def _between(one: _Measured, many: _Measured, share: float) -> _Measured:
     return replace(many, **changed)
 
 
+def _stages(profile: Profile, balance: Sequence[int], selective: Sequence[Outputs] = ()) -> list[_Stage]:
+    starts = itertools.accumulate(balance[:-1], initial=0)
+    return [_Stage(profile, range(start, start + size), selective) for start, size in zip(starts, balance)]
+
+
 class _Stage:
     """The layers of one stage, and of the last one the loss."""
 
@@ -295,6 +327,8 @@ class _Stage:
                 for op in profile.layer(number).ops
                 if any(op.is_among(one) for one in selective if one.means_layer(number))
             ]
+            if not profile.layer(number).is_kept
+            else []
             for number in numbers
         ]
 
@@ -308,7 +342,10 @@ class _Stage:
         return sum(backward * share if told is None else told for told, backward in own)
 
     def recompute_seconds(self) -> float:
-        whole = sum(layer.recompute_seconds for layer in self.layers[:-1]) + self.layers[-1].recompute_last_seconds
+        again = [layer for layer in self.layers if not layer.is_kept]
+        if not again:
+            return 0.0
+        whole = sum(layer.recompute_seconds for layer in again[:-1]) + again[-1].recompute_last_seconds
         spared = self.kept("seconds") - sum(op.tail_seconds for op in self._kept[-1])
         return max(0.0, whole + self.looking_seconds() - spared)
 
@@ -320,12 +357,30 @@ class _Stage:
         return total
 
     def kept_bytes(self) -> float:
-        return self.kept("output_bytes") - sum(op.tail_bytes for op in self._kept[-1])
+        inside, beside = self._bytes_of_kept_layers()
+        return self.kept("output_bytes") - sum(op.tail_bytes for op in self._kept[-1]) + inside + beside
 
     def unsaved_bytes(self) -> float:
         """Kept bytes that are in no set."""
         saved = sum(op.border_bytes for ops, shares in zip(self._kept, self._borders()) if shares for op in ops)
-        return self.kept("unsaved_bytes") - saved - sum(op.tail_bytes for op in self._kept[-1])
+        unsaved = self.kept("unsaved_bytes") - saved - sum(op.tail_bytes for op in self._kept[-1])
+        return unsaved + self._bytes_of_kept_layers()[1]
+
+    def _bytes_of_kept_layers(self) -> tuple[int, int]:
+        """What kept layers hold of a set from F to B; and beside it: the inputs that they saved, if R computes these again, and the copy of the
+        last output with which R goes on."""
+        inside = beside = 0
+        for left, right in zip(self.layers, [*self.layers[1:], None]):
+            next_is_kept = right is not None and right.is_kept
+            is_saved = (left.is_kept and left.saves_output) or (
+                right is not None and next_is_kept and right.saves_input
+            )
+            if left.is_kept:
+                inside += left.inner_bytes + left.output_bytes * is_saved
+                beside += left.output_bytes * (not next_is_kept)
+            else:
+                beside += left.output_bytes * is_saved
+        return inside, beside
 
     def _borders(self) -> list[bool]:
         """Whether what leaves a layer for the next one is saved."""
@@ -420,60 +475,3 @@ def check_conditions(given: str, profile: Profile, conditions: Mapping[str, Any]
                 f"plan.profile={given}: measured with {key}={there}, and this has {wanted}; measure again with `pipetrain profile`, or "
                 "leave plan.profile out"
             )
-
-
-# Advice ----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Advice:
-    """Outputs worth keeping: `bytes_per_microbatch` more are held between F and B, and R of a step takes `seconds_per_step` less."""
-
-    selective: str
-    what: str
-    bytes_per_microbatch: int
-    seconds_per_step: float
-    num_microbatches: int
-
-    def __str__(self) -> str:
-        size = self.bytes_per_microbatch
-        return (
-            f"keep {self.what}: {size / 1e6:.1f} MB more per microbatch that waits ({size * self.num_microbatches / 1e6:.1f} MB for all "
-            f"{self.num_microbatches}), {self.seconds_per_step:.3g} s less R per step (recompute.selective=[{self.selective}])"
-        )
-
-
-def advice_of(profile: Profile, num_microbatches: int) -> list[Advice]:
-    """What to keep, most seconds per byte first: each kind of expensive operation in each kind of layer."""
-    found = []
-    for layer in profile.layers:
-        for word in sorted({op.word for op in layer.ops if op.word is not None}):
-            ops = [op for op in layer.ops if op.word == word]
-            size, seconds = sum(op.output_bytes for op in ops), sum(op.seconds for op in ops)
-            if layer.kind == LOSS or not size or not seconds:
-                continue
-            for first, last in _runs(layer.numbers):
-                count = last - first + 1
-                where = f"layer {first}" if first == last else f"layers {first}-{last}"
-                numbers = str(first) if first == last else f"{first}-{last}"
-                found.append(
-                    Advice(
-                        f"{numbers}:{word}",
-                        f"{word} outputs of {where}",
-                        size * count,
-                        seconds * count * num_microbatches,
-                        num_microbatches,
-                    )
-                )
-    return sorted(found, key=lambda one: one.bytes_per_microbatch / one.seconds_per_step)
-
-
-def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Consecutive numbers, as first and last."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1] = (runs[-1][0], number)
-        else:
-            runs.append((number, number))
-    return runs

@@ -11,6 +11,7 @@ Layers that look the same are measured once.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -149,7 +150,7 @@ class _Bench:
                 times.append((*turns[0], turns[1][1], turns[2][1], *halves))
             trace = self._trace(given)
         forward, recompute, backward, ends_early, keeps, first, second = map(statistics.median, zip(*times[1:]))
-        set_bytes = alone.set_bytes.get(self.rounds, 0)
+        set_bytes = trace.own_bytes() if alone.kept else alone.set_bytes.get(self.rounds, 0)
         saves_input = bool(trace.saved_keys & trace.inputs.keys())
         saves_output = bool(trace.saved_keys & trace.outputs.keys())
         input_bytes, output_bytes = sum(trace.inputs.values()), sum(trace.outputs.values())
@@ -178,7 +179,8 @@ class _Bench:
             input_gradient_seconds=first,
             weight_gradient_seconds=second,
             deferred_bytes=deferred,
-            staying_bytes=trace.staying_bytes(),
+            staying_bytes=trace.own_bytes(LEAST_BYTES),
+            is_kept=bool(alone.kept),
         )
 
     def _stage(self, number: int, layers: Sequence[nn.Module], selective: Sequence[Outputs] = ()) -> Stage:
@@ -323,10 +325,10 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.saved_keys.add(storage_key(tensor))
         return tensor
 
-    def staying_bytes(self) -> int:
-        """Bytes of saved storages that an OFFLOAD leaves on the device, without those that the layer got."""
+    def own_bytes(self, below: float = math.inf) -> int:
+        """Bytes of saved storages without those that the layer got; of storages `below` so many bytes, as an OFFLOAD leaves them on the device."""
         sizes = {storage_key(one): one.untyped_storage().nbytes() for one in self._saved}
-        return sum(size for key, size in sizes.items() if size < LEAST_BYTES and key not in self.inputs)
+        return sum(size for key, size in sizes.items() if size < below and key not in self.inputs)
 
     def largest(self) -> tuple[SavedTensor, ...]:
         """The largest saved tensors, one per storage."""

@@ -360,6 +360,7 @@ def profile_of(config: RunConfig) -> Profile:
     if profile.smaller:
         del wanted[_SAMPLES]
     check_conditions(given, profile, wanted)
+    profile = profile.keeping(policy_of(config).keep_layers)
     return profile.at(samples) if profile.smaller else profile
 
 

@@ -389,6 +389,27 @@ MUTANTS = (
         ("tests/monitor/test_replicas.py", "-k", "cost_of_a_reduce"),
     ),
     Mutant(
+        "a plan counts no layer that no R runs",
+        "pipetrain/plan/profile.py",
+        "inside += left.inner_bytes",
+        "inside += 0",
+        ("tests/plan/test_layer_profile.py", "-k", "no_r_runs"),
+    ),
+    Mutant(
+        "R goes on after a kept layer without a copy, in a plan",
+        "pipetrain/plan/profile.py",
+        "beside += left.output_bytes * (not next_is_kept)",
+        "beside += 0",
+        ("tests/plan/test_layer_profile.py", "-k", "no_r_runs"),
+    ),
+    Mutant(
+        "a profile takes layers that were found to be kept for any others",
+        "pipetrain/runtime/profiling.py",
+        "is_kept=bool(alone.kept),",
+        "is_kept=False,",
+        ("tests/runtime/test_profiling.py", "-k", "no_r_runs and found"),
+    ),
+    Mutant(
         "inputs are counted as whole sets",
         "pipetrain/monitor/shown.py",
         "input_bytes=self.costs.input_share or (0.0,) * stages,",

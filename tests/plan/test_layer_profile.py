@@ -15,12 +15,13 @@ from pipetrain.plan.profile import (
     OpProfile,
     Profile,
     SavedTensor,
-    advice_of,
     bytes_of_layers,
+    bytes_of_sets,
     check_conditions,
     costs_of_layers,
     read_profile,
 )
+from pipetrain.plan.worth_keeping import advice_of
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.policy import Outputs, RecomputePolicy
 from pipetrain.trainer.prepare import conditions_of, predict, prepare
@@ -175,3 +176,25 @@ def test_a_run_has_parts_by_the_profile_of_its_layers(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"by which recompute.segments=2 cuts a stage; measure the layers with"):
         prepare(load_config(given))
     assert predict(load_config(given)).schedule.policy.parts == ()
+
+
+@pytest.mark.parametrize(
+    ("entries", "recompute", "kept"),
+    [
+        (
+            ["2"],
+            (1.75, 1 + 0.5),
+            (0, 90 + 10),
+        ),  # and the copy of its output; its input is the stage's, which is held for R anyway
+        (["1"], (0.75, 2.5), (10 + 90 + 10, 0)),  # R computes its input again
+        (["Block"], (0.75, 0.5), (10 + 90 + 10, 90 + 10 + 90 + 10)),
+        (["0-3", "loss"], (0, 0), (10 + 90 + 10, 90 + 10 + 90 + 10 + 7 + 1)),
+    ],
+)
+def test_layers_that_no_r_runs_stay(entries: list[str], recompute: tuple[float, ...], kept: tuple[int, ...]) -> None:
+    profile = PROFILE_OF_FOUR.keeping(entries)
+    costs = costs_of_layers(profile, [2, 2])
+    assert (costs.recompute, costs.kept_bytes) == (recompute, kept)
+    assert bytes_of_sets(profile, [2, 2]) == bytes_of_sets(PROFILE_OF_FOUR, [2, 2])
+    assert profile.num_layers == 4
+    assert PROFILE_OF_FOUR.keeping([]) is PROFILE_OF_FOUR

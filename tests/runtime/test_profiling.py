@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from one_rank import CPU
+from parity_cases import mean_square
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -16,9 +17,12 @@ from pipetrain.cli.main import main
 from pipetrain.config.records import ModelConfig
 from pipetrain.models.spec import ModelSpec, spec_of
 from pipetrain.models.transformer import transformer_spec
+from pipetrain.plan.footprint import Footprint, Holdings
 from pipetrain.plan.profile import Profile, costs_of_layers, read_profile
+from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.profiling import profile_layers
 from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.simulate import simulate
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.microbatch import StageInput
 from pipetrain.stage.stage import Stage
@@ -101,6 +105,51 @@ def test_any_layers_are_told_apart_by_their_looks() -> None:
     assert [one.numbers for one in found] == [(0,), (1, 2), (3,), (4,), (5,)]  # the first hands no gradient on
     assert (found[2].gradient_bytes, found[2].parameter_bytes) == (0, 4 * 4 * 4 + 4 * 4)
     assert (found[3].saves_input, found[3].saves_output, found[3].inner_bytes) == (False, True, 0)
+
+
+class Counting(nn.Sequential):
+    """A layer that no R may run."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:layer:UserWarning")
+@pytest.mark.parametrize(
+    ("kinds", "entries"),
+    [
+        ([nn.Sequential] * 4, []),
+        ([nn.Sequential] * 4, ["0"]),
+        ([nn.Sequential] * 4, ["1-2"]),
+        ([nn.Sequential] * 4, ["Sequential"]),
+        ([nn.Sequential, Counting, nn.Sequential, nn.Sequential], []),
+    ],
+    ids=["none", "first", "middle", "all", "found"],
+)
+def test_a_plan_counts_layers_that_no_r_runs(kinds: list[type[nn.Sequential]], entries: list[str]) -> None:
+    """What is found to change its attributes, and what `recompute.keep_layers` names, stays from F to B."""
+    width, rows, m = 64, 32, 6
+
+    def layers() -> list[nn.Module]:
+        return [kind(nn.Linear(width, 4 * width), nn.Tanh(), nn.Linear(4 * width, width)) for kind in kinds]
+
+    x = torch.randn(m * rows, width)
+    one = x[:rows].clone()
+    measured = profile_layers(spec_of(layers()), one, one, device=CPU, loss_fn=mean_square, rounds=1)
+    profile = Profile(layers=measured).keeping(entries)
+    policy = RecomputePolicy("inline", last_stage="always", keep_layers=entries)  # type: ignore[arg-type]
+    with Pipeline(layers(), mean_square, num_microbatches=m, recompute=policy, device=CPU) as pipeline:
+        peaks = []
+        for _ in range(2):
+            pipeline.step(x, x)
+            peaks.append(pipeline.report.peak_activation_bytes)
+        schedule = pipeline.schedule
+    timeline = simulate(schedule, costs_of_layers(profile, [len(kinds)]))
+    (foreseen,) = Footprint(profile, [len(kinds)], schedule.policy, m, Holdings()).of_step(schedule, timeline)
+    assert foreseen == pytest.approx(max(peaks), rel=0.03)
 
 
 def test_the_command_writes_what_show_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

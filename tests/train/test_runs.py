@@ -25,7 +25,7 @@ TINY = ["experiment=smoke", "data=text"]
 METRICS = (
     "step loss perplexity lr grad_norm tokens counted_tokens tokens_seen tokens_per_second step_seconds bubble_fraction mfu recompute_hidden_seconds "
     "recompute_exposed_seconds wait_activation_seconds wait_gradient_seconds fill_seconds drain_seconds imbalance_seconds "
-    "host_seconds handover_seconds machine_seconds unexplained_seconds peak_activation_bytes peak_memory_bytes peak_reserved_bytes "
+    "host_seconds handover_seconds machine_seconds wait_copy_seconds unexplained_seconds peak_activation_bytes peak_memory_bytes peak_reserved_bytes "
     "communicator_bytes reduce_exposed_seconds skipped phase"
 )
 FILES = "config.yaml plan.json schedule.csv profile.json metrics.jsonl report.json report.md timeline.html timeline.json weights events"
