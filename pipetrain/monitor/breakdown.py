@@ -54,16 +54,15 @@ def bytes_over_time(schedule: Schedule, events: Iterable[OpEvent], costs: Costs)
     for event in events:
         op, stage = event.op, event.op.stage
         stash, whole = costs.input_bytes[stage], costs.set_bytes[stage]
-        kept = costs.kept_bytes[stage] if costs.kept_bytes else 0.0
+        kept, share = costs.kept_bytes[stage] if costs.kept_bytes else 0.0, schedule.policy.share_of(stage, op.part)
         if op.kind in OPENS_STASH and stage >= schedule.first_backward:
             inputs = stash * schedule.policy.num_parts(stage) + kept
             changes.append((event.start, whole if brings_set(schedule, op) else inputs))
         elif places_taken(schedule, op):
-            share = schedule.policy.share_of(stage, op.part)
             changes.append((event.start, (whole - kept) * share - stash))
         elif places_freed(schedule, op):
-            left = stash + kept if op.kind is OFFLOAD else 0.0
-            changes.append((event.end, left - whole * schedule.policy.share_of(stage, op.part)))
+            left = stash + kept * share if op.kind is OFFLOAD else 0.0
+            changes.append((event.end, left - whole * share))
     return _running(changes)
 
 

@@ -239,7 +239,7 @@ class Footprint:
             stash = sum(part.stash for part in parts)
             return (sum(part.full_if_proved for part in parts), 0) if is_proved else (stash, stash)
         if op.kind is RELOAD:
-            return self._copied(op.stage), 0
+            return self._copied(op), 0
         if op.kind is RECOMPUTE:
             own = parts if op.part is None else (parts[op.part],)
             stash = sum(part.stash for part in own)
@@ -254,7 +254,7 @@ class Footprint:
         if op.kind is RECOMPUTE:
             return parts[op.part or 0].largest if is_proved else 0
         if op.kind is OFFLOAD:
-            return self._copied(op.stage)
+            return self._copied(op)
         sizes = [part.full_if_kept if is_kept else part.full_if_proved if is_proved else part.full for part in parts]
         whole = sum(sizes)
         waiting = min(self._deferred[op.stage], whole)
@@ -264,13 +264,14 @@ class Footprint:
             return waiting
         if not places_freed(schedule, op) and not ends_stash(op):
             return 0
-        if is_kept:
+        if is_kept and (op.stage, op.microbatch) not in schedule.offloaded:
             return 0 if op.part else whole
         return whole if op.part is None else sizes[op.part]
 
-    def _copied(self, stage: int) -> int:
+    def _copied(self, op: Op) -> int:
         """What an OFFLOAD frees, and RELOAD brings back."""
-        return sum(max(0, part.full_if_kept - part.staying) for part in self.parts[stage])
+        parts = self.parts[op.stage] if op.part is None else self.parts[op.stage][op.part : op.part + 1]
+        return sum(max(0, part.full_if_kept - part.staying) for part in parts)
 
     def of_step(self, schedule: Schedule, timeline: Timeline) -> tuple[int, ...]:
         """The most activation bytes of each rank in a simulated step, the first (with its proof) or a later one; inputs that wait for F count,

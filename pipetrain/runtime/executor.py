@@ -224,12 +224,12 @@ class Executor:
             self._stages[entry.op.stage].backward_weights(entry.microbatch)
 
     def _offload(self, entry: ProgramEntry, _: Step) -> bool:
-        host_set = self._stages[entry.op.stage].host_set(entry.microbatch)
+        host_set = self._stages[entry.op.stage].host_set(entry.microbatch, entry.op.part)
         assert self.copies is not None
         return host_set is None or self.copies.offload(entry, host_set)
 
     def _reload(self, entry: ProgramEntry, _: Step) -> bool:
-        host_set = self._stages[entry.op.stage].host_set(entry.microbatch)
+        host_set = self._stages[entry.op.stage].host_set(entry.microbatch, entry.op.part)
         assert self.copies is not None
         return host_set is None or self.copies.reload(entry, host_set)
 

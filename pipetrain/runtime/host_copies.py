@@ -36,14 +36,13 @@ Ended = Callable[[Op, Callable[[], None]], None]
 
 
 class HostPool:
-    """Host memory of one rank for offloaded sets: slabs of stages, one per set, which are reused. `most` bounds the sets of each stage on the
-    host at any timing. The first set of a stage reserves that many slabs. `limit` bounds the bytes of all slabs together."""
+    """Host memory of one rank for offloaded sets: slabs of stages, or of their parts, one per set, which are reused. `most` bounds the sets of each
+    stage on the host at any timing. The first set reserves that many slabs. `limit` bounds the bytes of all slabs together."""
 
     def __init__(self, device: Device, limit: int, most: Mapping[int, int]) -> None:
         self._device, self._limit, self._most = device, limit, most
-        self._free: dict[
-            int, list[tuple[Tensor, Moment]]
-        ] = {}  # stage -> free slabs, and the RELOAD after which each is free
+        # Of a stage or its part: free slabs, and the RELOAD after which each is free.
+        self._free: dict[tuple[int, int | None], list[tuple[Tensor, Moment]]] = {}
         self._num_taken = 0
         self._lock = threading.Lock()  # a thread takes, another gives
         self.num_bytes = 0
@@ -58,22 +57,22 @@ class HostPool:
         self.num_bytes += num_slabs * num_bytes
         return [(self._device.host_memory(num_bytes), 0) for _ in range(num_slabs)]
 
-    def take(self, stage: int, num_bytes: int, may_use: Callable[[Moment], bool] = lambda _: True) -> Tensor:
-        """The smallest free slab of at least `num_bytes` that `may_use` allows. If all are too small, the largest is freed and a larger one reserved.
+    def take(self, op: Op, num_bytes: int, may_use: Callable[[Moment], bool] = lambda _: True) -> Tensor:
+        """For the set of `op`, the smallest free slab of at least `num_bytes` that `may_use` allows. If all are too small, the largest is freed and a larger one reserved.
         For any thread.
 
         Raises:
             ValueError: the pool would exceed its limit.
         """
         with self._lock:
-            return self._take(stage, num_bytes, may_use)
+            return self._take((op.stage, op.part), num_bytes, may_use)
 
-    def _take(self, stage: int, num_bytes: int, may_use: Callable[[Moment], bool]) -> Tensor:
-        if stage not in self._free:
-            self._free[stage] = self._reserve(self._most[stage], num_bytes)
-        free = self._free[stage]
+    def _take(self, own: tuple[int, int | None], num_bytes: int, may_use: Callable[[Moment], bool]) -> Tensor:
+        if own not in self._free:
+            self._free[own] = self._reserve(self._most[own[0]], num_bytes)
+        free = self._free[own]
         usable = sorted((slab.nbytes, -at) for at, (slab, after) in enumerate(free) if may_use(after))
-        assert usable, f"stage {stage} has more sets in host memory than its schedule allows"
+        assert usable, f"stage {own[0]} has more sets in host memory than its schedule allows"
         size, at = next((one for one in usable if one[0] >= num_bytes), usable[-1])
         slab, _ = free.pop(-at)
         if size < num_bytes:
@@ -83,10 +82,10 @@ class HostPool:
         self._num_taken += 1
         return slab
 
-    def give(self, stage: int, slab: Tensor, after: Moment = 0) -> None:
+    def give(self, op: Op, slab: Tensor, after: Moment = 0) -> None:
         """`slab` may be used again by what comes after the RELOAD number `after`. For any thread."""
         with self._lock:
-            self._free[stage].append((slab, after))
+            self._free[op.stage, op.part].append((slab, after))
             self._num_taken -= 1
 
     def assert_nothing_is_held(self) -> None:
@@ -123,9 +122,7 @@ class HostCopies:
         op, lane, ahead = entry.op, entry.lane, self._lanes.ahead
         if ahead is None:
             return self._in_thread(entry, functools.partial(self._leave, op, host_set))
-        slab = self.pool.take(
-            op.stage, host_set.num_bytes, lambda after: ahead.comes_after(lane, after, Lane.RELOAD)
-        )  # [3]
+        slab = self.pool.take(op, host_set.num_bytes, lambda after: ahead.comes_after(lane, after, Lane.RELOAD))  # [3]
         with self._lanes.timed(lane, op):
             held = host_set.leave(slab, self._lanes.device.copy)
         ahead.hold(lane, op, held.clear)  # [1]
@@ -139,13 +136,13 @@ class HostCopies:
         assert self._ring is not None
         with self._lanes.timed(lane, op):
             slab = host_set.come_back(self._ring.memory, self._lanes.device.copy)  # [2]
-        self.pool.give(op.stage, slab, ahead.moment(lane))
+        self.pool.give(op, slab, ahead.moment(lane))
         return True
 
     # On a CPU: in the threads of the lanes -----------------------------------------------------------------------------
 
     def _leave(self, op: Op, host_set: HostSet) -> None:
-        held = host_set.leave(self.pool.take(op.stage, host_set.num_bytes), self._lanes.device.copy)
+        held = host_set.leave(self.pool.take(op, host_set.num_bytes), self._lanes.device.copy)
         with self._meter.apart():
             held.clear()
 
@@ -155,7 +152,7 @@ class HostCopies:
             slab = host_set.come_back(_new_memory, lambda *pair: copies.append(pair))
         for target, source in copies:
             self._lanes.device.copy(target, source)
-        self.pool.give(op.stage, slab)
+        self.pool.give(op, slab)
 
     def _in_thread(self, entry: ProgramEntry, copy: Callable[[], None]) -> bool:
         """Have the thread of the lane run `copy` when all copies that it waits for were made."""

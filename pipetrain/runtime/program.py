@@ -75,8 +75,8 @@ class ProgramEntry:
 
 
 def _copies_another(other: Op, op: Op) -> bool:
-    """Whether `other` copies another set than `op`."""
-    return other.kind.row.lane in COPY_LANES and (other.stage, other.microbatch) != (op.stage, op.microbatch)
+    """Whether `other` copies another set, or part of one, than `op`."""
+    return other.kind.row.lane in COPY_LANES and other._replace(kind=op.kind) != op
 
 
 @dataclass(frozen=True, eq=False)

@@ -130,31 +130,33 @@ def _peaks_with_copies(schedule: Schedule, rank: int) -> Iterator[tuple[int, Set
     before, taken = _ended_before(schedule, rank), Counter[int]()
     freed = {
         stage: [
-            _counts(op.stage == stage and places_freed(schedule, op) > 0 for op in schedule.lane(rank, lane))
+            _counts(places_freed(schedule, op) if op.stage == stage else 0 for op in schedule.lane(rank, lane))
             for lane in _CLOCK
         ]
         for stage, holder in enumerate(schedule.stage_ranks)
         if holder == rank
     }
     for op in schedule.order[rank]:
-        if places_taken(schedule, op):
-            taken[op.stage] += 1
+        if slots := places_taken(schedule, op):
+            taken[op.stage] += slots
             alive = taken[op.stage] - sum(counts[ended] for counts, ended in zip(freed[op.stage], before[op]))
-            yield op.stage, SetPeak(alive, alive, op)
+            yield op.stage, SetPeak(as_sets(schedule, op.stage, alive), alive, op)
 
 
 def peak_on_host(schedule: Schedule, stage: int) -> tuple[int, Op | None]:
-    """The most sets of `stage` in host memory at once, whatever the timing, and the OFFLOAD of the last of them."""
+    """The most sets of `stage`, or of one of its parts, in host memory at once, whatever the timing, and the OFFLOAD of the last of them."""
     before, rank = _ended_before(schedule, schedule.stage_ranks[stage]), schedule.stage_ranks[stage]
-    back = _counts(op.stage == stage for op in schedule.lane(rank, Lane.RELOAD))
-    down = [op for op in schedule.lane(rank, Lane.OFFLOAD) if op.stage == stage]
-    held = [(number - back[before[op][-1]], op) for number, op in enumerate(down, 1)]
+    down, held = [op for op in schedule.lane(rank, Lane.OFFLOAD) if op.stage == stage], list[tuple[int, Op]]()
+    for part in {op.part for op in down}:
+        back = _counts((op.stage, op.part) == (stage, part) for op in schedule.lane(rank, Lane.RELOAD))
+        own = enumerate((op for op in down if op.part == part), 1)
+        held += [(number - back[before[op][-1]], op) for number, op in own]
     return max(held, key=lambda pair: pair[0], default=(0, None))
 
 
-def _counts(marks: Iterable[bool]) -> list[int]:
-    """How many of the first 0, 1, 2, ... marks are set."""
-    return list(itertools.accumulate(marks, initial=0))
+def _counts(numbers: Iterable[int]) -> list[int]:
+    """The sums of the first 0, 1, 2, ... numbers."""
+    return list(itertools.accumulate(numbers, initial=0))
 
 
 def peak_stash(schedule: Schedule) -> tuple[int, ...]:

@@ -81,6 +81,8 @@ def bound_of(schedule: Schedule, costs: Costs) -> float:
     Copies. An offloaded set holds a slot from F to the end of its copy down and from the start of its copy up to the end of the backward, at
     least f + 2 o + b: n_kept L + n_off (f + 2 o + b) + n_rec (r + b) <= K (T - head - tail). A lane copies one set at a time, the first of
     them after an F. After the last copy down come a copy up and a backward: T >= head + f + (n_off + 1) o + b + tail, where n_off > 0.
+    With k parts each of k slots is held from F on, and by a part for its shares of 2 o + b: k f + 2 o + b in all. A part's copy up and backward
+    after the last copy down may be short, so the lanes give T >= head + f + n_off o + tail.
 
     Gradients. A REDUCE_GRAD of stage s comes after all F, R and backwards of s. Those of one stage run one after the other:
     T >= head_s + work of s + reduces of s. A REDUCE_GRAD also comes after the whole path of one microbatch, from stage 0 to the end of its
@@ -193,8 +195,9 @@ class _Links:
         ):
             in_parts = recomputed * (self.recompute[stage] + backward)
             lives = self.parts[stage] * kept * (way + backward) + in_parts
-            lives += away * (self.forward[stage] + 2 * self.copy[stage] + backward)
-            copies = self.forward[stage] + (away + 1) * self.copy[stage] + backward if away else 0.0
+            lives += away * (self.parts[stage] * self.forward[stage] + 2 * self.copy[stage] + backward)
+            last = self.copy[stage] + backward if self.parts[stage] == 1 else 0.0  # of a part they are shorter
+            copies = self.forward[stage] + away * self.copy[stage] + last if away else 0.0
             least = max(least, self.head(stage) + max(lives / places, copies) + outside)
         return least
 

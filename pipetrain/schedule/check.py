@@ -34,7 +34,7 @@ from pipetrain.schedule.waits import read_by
 
 Violation = tuple[Op, str]  # the op that breaks the rule, and how
 Rule = Callable[[Schedule], Iterator[Violation]]
-_WITH_PARTS = (RECOMPUTE, *PASS_SEQUENCES[Direction.BACKWARD][0])
+_WITH_PARTS = (RECOMPUTE, OFFLOAD, RELOAD, *PASS_SEQUENCES[Direction.BACKWARD][0])
 
 
 class ScheduleError(ValueError):
@@ -93,10 +93,14 @@ def _segment_violation(op: Op, num_parts: int) -> str | None:
     may_have = op.kind in _WITH_PARTS and num_parts > 1
     if op.part is None:
         return (
-            f"is of one of {num_parts} parts; write which, as in {op}.0" if op.kind is RECOMPUTE and may_have else None
+            f"is of one of {num_parts} parts; write which, as in {op}.0"
+            if may_have and op.kind in (RECOMPUTE, OFFLOAD, RELOAD)
+            else None
         )
     if not may_have:
-        return "is no op of a compute lane here: only R and B have parts, where recompute.segments is more than 1"
+        return (
+            "is no op of a compute lane here: only R, B and copies have parts, where recompute.segments is more than 1"
+        )
     return None if op.part < num_parts else f"is of part {op.part}; stage {op.stage} has parts 0 to {num_parts - 1}"
 
 
@@ -193,14 +197,18 @@ def each_set_kept_or_recomputed(schedule: Schedule) -> Iterator[Violation]:
 
 def each_copy_comes_back(schedule: Schedule) -> Iterator[Violation]:
     """A set that goes to host memory comes back by one RELOAD, and is neither kept nor recomputed."""
-    reloads = {op for _, _, op in schedule.ops() if op.kind is RELOAD}
+    present = {op for _, _, op in schedule.ops()}
+    reloads = {op for op in present if op.kind is RELOAD}
     recomputed = {(op.stage, op.microbatch) for _, _, op in schedule.ops() if op.kind is RECOMPUTE}
     for stage, microbatch in schedule.offloaded:
-        down, up = Op(stage, OFFLOAD, microbatch), Op(stage, RELOAD, microbatch)
-        if up not in reloads:
-            yield up, f"is missing: {down} takes the set to the host"
-        if stage < schedule.first_backward or (stage, microbatch) in schedule.kept | recomputed:
-            yield down, "the set is kept, recomputed or never read, so there is nothing to copy"
+        for down in in_parts(Op(stage, OFFLOAD, microbatch), schedule.policy.num_parts(stage)):
+            up = down._replace(kind=RELOAD)
+            if up not in reloads:
+                yield up, f"is missing: {down} takes the set to the host"
+            if down not in present:
+                yield down, "is missing: other parts of the set go to the host"
+            if stage < schedule.first_backward or (stage, microbatch) in schedule.kept | recomputed:
+                yield down, "the set is kept, recomputed or never read, so there is nothing to copy"
     for up in reloads:
         if (up.stage, up.microbatch) not in schedule.offloaded:
             yield up, "nothing took its set to the host"
@@ -331,7 +339,7 @@ def _reads(schedule: Schedule, op: Op) -> Iterator[Op]:
     if op.kind in REDUCING:
         yield from gradients_of(schedule, op)
     for kind in row.reads:
-        yield Op(op.stage, kind, op.microbatch)
+        yield Op(op.stage, kind, op.microbatch, op.part if op.kind is RELOAD else None)
     if row.lane is Lane.SEND and row.direction is Direction.BACKWARD:
         yield giver_of(schedule, row.direction, op.stage, op.microbatch)
     source = source_of(schedule, op)

@@ -131,7 +131,9 @@ def with_copies(spec: ScheduleSpec, costs: Costs, most_placed: int = MOST_PLACED
     plain = _without_copies(
         dataclasses.replace(spec, policy=dataclasses.replace(spec.policy, offload=Offload.NONE)), costs
     )
-    own = [[op for op in plain.lane(rank, Lane.COMPUTE) if op.kind is not RECOMPUTE] for rank in range(plain.num_ranks)]
+    # Of a B in parts, the last part stands for all.
+    lanes = (plain.lane(rank, Lane.COMPUTE) for rank in range(plain.num_ranks))
+    own = [[op._replace(part=None) for op in lane if op.kind is not RECOMPUTE and not op.part] for lane in lanes]
     beside = costs.beside_copies()
     placings = [Placing(draft_of(spec, own), beside)]
     if is_split(plain):  # right behind its I, W frees its set as soon as it may
@@ -146,7 +148,7 @@ def with_copies(spec: ScheduleSpec, costs: Costs, most_placed: int = MOST_PLACED
     found = [held_to(spec, placed.lanes)] if placed.seconds < math.inf else []
     if spec.policy.offload is not Offload.ALWAYS:
         found.insert(0, dataclasses.replace(plain, policy=spec.policy))
-    if spec.family == AUTO:
+    if spec.family == AUTO and not spec.policy.in_parts:
         seconds = simulate(_fastest(found, costs), costs).step_seconds
         for order in by_rule(problem_of(spec, beside), seconds, most_placed):
             with contextlib.suppress(ValueError):  # ops of length 0 at one moment may swap places

@@ -39,9 +39,9 @@ from pipetrain.schedule.families import ComputeLanes
 from pipetrain.schedule.kinds import COPY_LANES, OFFLOAD, PASS_SEQUENCES, RECOMPUTE, RELOAD, Direction
 from pipetrain.schedule.messages import add_messages, giver_of, writes_boundary
 from pipetrain.schedule.op import Kind, Lane, Op
-from pipetrain.schedule.policy import Mode, Offload
+from pipetrain.schedule.policy import Mode, Offload, RecomputePolicy
 from pipetrain.schedule.recompute import directly_followed, keep_all, of_lanes
-from pipetrain.schedule.schedule import Schedule
+from pipetrain.schedule.schedule import Schedule, in_parts
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.waits import add_waits
 
@@ -157,7 +157,8 @@ class Placing:
         """The order that one rule makes."""
         run = _Placement(self, rule)
         seconds = run.to_end()
-        return Placed(of_lanes([rank.order for rank in run.ranks]), seconds, run.starts)
+        lanes = of_lanes([list(_with_parts(rank.order, self.draft.policy)) for rank in run.ranks])
+        return Placed(lanes, seconds, run.starts)
 
 
 class _Placement:
@@ -172,7 +173,10 @@ class _Placement:
         self.ranks = [_Rank(draft.lane(rank, Lane.COMPUTE)) for rank in range(draft.num_ranks)]
         most = draft.num_microbatches
         self._stages = [
-            _Stage(policy.places_of(s) or most, most if (host := policy.host_sets_of(s)) is None else host)
+            _Stage(
+                (policy.places_of(s) or most) // policy.num_parts(s),
+                most if (host := policy.host_sets_of(s)) is None else host,
+            )
             for s in range(draft.num_stages)
         ]
         self._own = [[s for s, rank in enumerate(draft.stage_ranks) if rank == own] for own in range(draft.num_ranks)]
@@ -376,6 +380,26 @@ class _Placement:
         """How many F of a stage are still to come before a set is read."""
         own = self._facts.forwards[stage]
         return bisect.bisect_left(own, pair[0]) - bisect.bisect_left(own, self.ranks[rank].next)
+
+
+def _with_parts(order: Sequence[Op], policy: RecomputePolicy) -> Iterator[Op]:
+    """`order` with each copy, and each backward of a set that is not kept, part by part. A set comes back as a whole, and all of its parts have
+    slots from then on; of a recomputed set the last part comes where R stands, any other before its B."""
+    copied = {(op.stage, op.microbatch) for op in order if op.kind is OFFLOAD}
+    again = {(op.stage, op.microbatch) for op in order if op.kind is RECOMPUTE}
+    for op in order:
+        parts, set_ = in_parts(op, policy.num_parts(op.stage)), (op.stage, op.microbatch)
+        if op.kind is RECOMPUTE:
+            yield parts[0]
+        elif op.kind in ENDS_SET and set_ in again:
+            yield parts[0]
+            for part in parts[1:]:
+                yield part._replace(kind=RECOMPUTE)
+                yield part
+        elif op.kind.row.lane in COPY_LANES or (op.kind in ENDS_SET and set_ in copied):
+            yield from parts
+        else:
+            yield op
 
 
 def _starts_if_kept(draft: Schedule, costs: Costs) -> dict[Op, float]:

@@ -115,7 +115,8 @@ class RecomputePolicy:
     (`of_layers`). With `mode=never` only replicas use parts: they sum the gradients of a part as soon as these are complete.
 
     `offload`: whether sets may go to host memory, where a stage has at most `host_sets` of them at once (None: any number). An offloaded set
-    takes a slot from its F to the end of its OFFLOAD, and again from the start of its RELOAD. `host_bytes` is the most host memory of a rank
+    takes a slot from its F to the end of its OFFLOAD, and again from the start of its RELOAD; each part of a set has copies of its own, and
+    `sets` is then 1 or more. `host_bytes` is the most host memory of a rank
     (None: a third of what is free when it starts, for all ranks of its machine together); a step that needs more ends with an error.
 
     `verify`: on which microbatches R is compared with F: `first` (of each kind of step), `every`, `off`, or a number N (one
@@ -168,15 +169,17 @@ class RecomputePolicy:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        if self.offloads and (self.mode is Mode.NEVER or self.in_parts):
-            other = "mode=never" if self.mode is Mode.NEVER else f"segments={self.segments}"
-            why = (
-                "keeps every set, so no slot is short"
-                if self.mode is Mode.NEVER
-                else "cuts sets, and whole ones are copied"
-            )
+        if self.offloads and self.mode is Mode.NEVER:
             raise ValueError(
-                f"recompute.offload={self.offload}: recompute.{other} {why}; use recompute.offload=none, or leave {other} out"
+                f"recompute.offload={self.offload}: recompute.mode=never keeps every set, so no slot is short; use recompute.offload=none, "
+                "or leave mode=never out"
+            )
+        least = min(self.sets) if isinstance(self.sets, tuple) else self.sets
+        if self.offloads and self.in_parts and (least is None or least < 1):
+            raise ValueError(
+                f"recompute.offload={self.offload}: F fills all parts of a set before they are copied, and recompute.segments={self.segments} "
+                f"has slots for {'one part' if least is None else f'{least:g} sets'}; set recompute.sets to 1 or more, or use "
+                "recompute.offload=none"
             )
 
     @staticmethod

@@ -91,31 +91,31 @@ def _recompute_waits(schedule: Schedule, rank: int, compute: tuple[Op, ...]) -> 
 def _waits_with_copies(schedule: Schedule, rank: int) -> Iterator[Wait]:
     """The waits [2] [3] [8] [9]; an R in the compute lane has that lane's order."""
     overlaps = schedule.policy.mode is Mode.OVERLAP
-    taken, copies = defaultdict[int, int](int), defaultdict[tuple[int, Kind], list[Op]](list)
-    freed = defaultdict[tuple[int, bool], list[tuple[int, Op]]](
-        list
-    )  # by stage and whether a copy: the ops that free slots, numbered
+    taken, copies = defaultdict[int, int](int), defaultdict[tuple[int, int | None, Kind], list[Op]](list)
+    # By stage and whether a copy: the ops that free slots, with the number of slots that were freed before.
+    freed = defaultdict[tuple[int, bool], list[tuple[int, Op]]](list)
     ends = defaultdict[int, int](int)
     for op in schedule.order[rank]:
         stage, in_compute = op.stage, op.kind.row.lane_in(overlaps) is Lane.COMPUTE
         if not in_compute:
-            yield op, Op(stage, op.kind.row.reads[0], op.microbatch)
+            (source,) = op.kind.row.reads
+            yield op, Op(stage, source, op.microbatch, op.part if op.kind is RELOAD else None)
             if op.kind is not OFFLOAD:
                 yield read_by(schedule, op)[0], op
-            copies[stage, op.kind].append(op)
-        if places_taken(schedule, op):
-            taken[stage] += 1
+            copies[stage, op.part, op.kind].append(op)
+        if slots := places_taken(schedule, op):
+            taken[stage] += slots
             most = taken[stage] - (schedule.policy.places_of(stage) or taken[stage])
             for of_copies in (True,) if in_compute else (True, False):
                 own = freed[stage, of_copies]
-                number = bisect.bisect_right(own, most, key=lambda pair: pair[0])
+                number = bisect.bisect_left(own, most, key=lambda pair: pair[0])
                 yield from ((op, one) for _, one in own[max(0, number - 1) : number])
-        if places_freed(schedule, op):
-            ends[stage] += 1
+        if slots := places_freed(schedule, op):
             freed[stage, op.kind is OFFLOAD].append((ends[stage], op))
-    for stage in taken:
-        if (room := schedule.policy.host_sets_of(stage)) is not None:
-            yield from zip(copies[stage, OFFLOAD][room:], copies[stage, RELOAD])
+            ends[stage] += slots
+    for stage, part, kind in [*copies]:
+        if kind is OFFLOAD and (room := schedule.policy.host_sets_of(stage)) is not None:
+            yield from zip(copies[stage, part, OFFLOAD][room:], copies[stage, part, RELOAD])
 
 
 def read_by(schedule: Schedule, recompute: Op) -> tuple[Op, ...]:

@@ -160,10 +160,10 @@ class SegmentedStage:
             for parameter, before in zip(self._shared, outside):
                 parameter.grad = before
 
-    def host_set(self, microbatch: int) -> HostSet | None:
-        raise AssertionError(
-            f"stage {self.index} has parts, and the set of {microbatch} goes to host memory as a whole"
-        )
+    def host_set(self, microbatch: int, part: int | None) -> HostSet | None:
+        """As `Stage.host_set`, of one part."""
+        assert part is not None, f"stage {self.index} has parts, and those of {microbatch} go to host memory one by one"
+        return self.parts[part].host_set(microbatch)
 
     def backward_weights(self, microbatch: int) -> None:
         raise AssertionError(f"stage {self.index} has parts, and B{microbatch} of parts has no halves")

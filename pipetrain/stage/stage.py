@@ -328,8 +328,9 @@ class Stage:
 
     # Host memory, and R ---------------------------------------------------------------------------------------------
 
-    def host_set(self, microbatch: int) -> HostSet | None:
+    def host_set(self, microbatch: int, part: int | None = None) -> HostSet | None:
         """What goes to host memory of a microbatch whose F had `moves`; None: nothing is held of it."""
+        assert part is None, f"stage {self.index} has no parts"
         held = self._held.get(microbatch)
         if held is None or held.late is None:
             return None

@@ -24,8 +24,8 @@ MUTANTS = (
     Mutant(
         "a copy to the host does not wait for room there",
         "pipetrain/schedule/waits.py",
-        "copies[stage, OFFLOAD][room:]",
-        "copies[stage, OFFLOAD][10**6 :]",
+        "copies[stage, part, OFFLOAD][room:]",
+        "copies[stage, part, OFFLOAD][10**6 :]",
         (_TESTS, "-k", "have_a_bound"),
     ),
     Mutant(
@@ -38,9 +38,30 @@ MUTANTS = (
     Mutant(
         "check does not miss the copy back",
         "pipetrain/schedule/check.py",
-        "        if up not in reloads:",
-        "        if False:",
+        "            if up not in reloads:",
+        "            if False:",
         (_TESTS, "-k", "another_end"),
+    ),
+    Mutant(
+        "B of a part waits for the copy of another part",
+        "pipetrain/schedule/waits.py",
+        "op.part if op.kind is RELOAD else None)\n",
+        "0 if op.kind is RELOAD and op.part is not None else None)\n",
+        (_TESTS, "-k", "part_by_part"),
+    ),
+    Mutant(
+        "a part that stays behind when others go to the host is not missed",
+        "pipetrain/schedule/check.py",
+        "            if down not in present:",
+        "            if False:",
+        (_TESTS, "-k", "part_by_part"),
+    ),
+    Mutant(
+        "F of a set in parts takes one slot beside copies",
+        "pipetrain/schedule/waits.py",
+        "            taken[stage] += slots\n",
+        "            taken[stage] += 1\n",
+        (_TESTS, "-k", "part_by_part"),
     ),
     Mutant(
         "copies take the time of the rank",
@@ -52,8 +73,8 @@ MUTANTS = (
     Mutant(
         "the bound forgets that a lane copies one set at a time",
         "pipetrain/schedule/bound.py",
-        "(away + 1) * self.copy[stage]",
-        "2 * self.copy[stage]",
+        "away * self.copy[stage] + last",
+        "self.copy[stage] + last",
         (_TESTS, "-k", "equal_stages"),
     ),
     Mutant(
@@ -122,7 +143,7 @@ MUTANTS = (
     Mutant(
         "the pool makes slabs as it needs them",
         "pipetrain/runtime/host_copies.py",
-        "self._reserve(self._most[stage], num_bytes)",
+        "self._reserve(self._most[own[0]], num_bytes)",
         "self._reserve(1, num_bytes)",
         (_HOST, "-k", "pool or hold_what"),
     ),

@@ -55,17 +55,19 @@ def random_case(seed: int) -> Case:
         placement="v" if family == "zbv" else "loop",
         split_backward=family in ("gpipe", "1f1b") and chance.random() < 0.3,
     )
+    # A stage of two layers may have two parts, each with copies of its own.
+    segments = chance.choice((1, 2)) if per_rank == 1 and family != "zb-h1" and not plan.split_backward else 1
     model, dropout = chance.choice(MODELS), chance.choice((0.0, 0.3))
     counts = [m * chance.randint(1, 2) + chance.randint(0, 2) for _ in range(2)]
     return Case(
-        f"{seed}: {family} {mode} {offload} sets={sets} m={m} {model.__name__} {plan.split_backward}",
+        f"{seed}: {family} {mode} {offload} sets={sets} m={m} {model.__name__} {plan.split_backward} segments={segments}",
         lambda: model(dropout),
         lambda: (images if model is channels_last else rows)(*counts, counts[0]),
         options={
             "plan": plan,
             "num_microbatches": m,
             "schedule": family,
-            "recompute": RecomputePolicy(mode=mode, sets=sets, offload=offload),  # type: ignore[arg-type]
+            "recompute": RecomputePolicy(mode=mode, sets=sets, offload=offload, segments=segments),  # type: ignore[arg-type]
         },
     )
 
@@ -134,20 +136,21 @@ def train_wide(schedule: str, policy: RecomputePolicy, m: int, steps: int, uneve
         }
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_device_and_host_hold_what_check_allows(schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "segments"), [("1f1b", 1), ("gpipe", 1), ("gpipe", 2)])
+def test_device_and_host_hold_what_check_allows(schedule: str, segments: int) -> None:
     places, m = 2, 8
-    policy = RecomputePolicy(offload="always", sets=places)  # type: ignore[arg-type]
+    policy = RecomputePolicy(offload="always", sets=places, segments=segments)  # type: ignore[arg-type]
     for rank, found in enumerate(run_ranks(RANKS, train_wide, schedule, policy, m, 3, False)):
         if rank == RANKS - 1:  # each B follows its F: nothing has time to go
             assert found["copies"] == found["pools"][-1] == 0
             continue
-        assert found["copies"] == m
+        assert found["copies"] == m * segments
         on_host = found["pools"][-1] // found["on host"]
         rest = (
             found["set"] - on_host
         )  # of all sets together: the batch, of which the first stage saves slices; small tensors
-        assert found["peak"] == pytest.approx(places * on_host + rest, rel=0.05), found
+        least = 0 if segments > 1 else rest  # two parts count the tensor between them twice
+        assert 0.95 * (places * on_host + least) <= found["peak"] <= 1.05 * (places * on_host + rest), found
 
 
 @pytest.mark.parametrize("steps", [9, pytest.param(200, marks=pytest.mark.slow)])
@@ -219,12 +222,12 @@ def test_a_tensor_that_changes_before_its_copy_is_named(monkeypatch: pytest.Monk
 
 def test_a_pool_ends_where_its_limit_is() -> None:
     pool = HostPool(CpuDevice(), 250, {0: 2, 1: 1})
-    first = pool.take(0, 100)
+    first = pool.take(Op.parse("0OFFLOAD0"), 100)
     assert (pool.num_bytes, first.nbytes) == (200, 100)
     with pytest.raises(
         ValueError, match=r"recompute\.host_bytes=250: 1 sets of 100 bytes .* allow 300 or more"
     ) as raised:
-        pool.take(1, 100)
+        pool.take(Op.parse("1OFFLOAD0"), 100)
     assert "\n" not in str(raised.value)
 
 

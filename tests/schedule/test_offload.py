@@ -98,8 +98,15 @@ rank 0 F0-F1-.........B0====R1~B1====F2-.........B2====
 """
 
 
-@pytest.mark.parametrize("family", ["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "inference"])
-def test_every_family_finds_places(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "segments"),
+    [
+        *((name, 1) for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "inference")),
+        ("gpipe", 2),
+        ("interleaved", 3),
+    ],
+)
+def test_every_family_finds_places(family: str, segments: int) -> None:
     for mode, offload, sets in [
         ("overlap", "auto", 2),
         ("inline", "auto", 2),
@@ -109,7 +116,7 @@ def test_every_family_finds_places(family: str) -> None:
         shape = {"num_ranks": 2} if family in ("interleaved", "zbv") else {}
         placement = "v" if family == "zbv" else "loop"
         costs = Costs.spread(4, offload=1.5, hop=0.25)
-        policy = RecomputePolicy(mode=Mode(mode), sets=sets, offload=Offload(offload))
+        policy = RecomputePolicy(mode=Mode(mode), sets=sets, offload=Offload(offload), segments=segments)
         schedule = make_schedule(
             family, num_stages=4, num_microbatches=6, recompute=policy, costs=costs, placement=placement, **shape
         )
@@ -142,7 +149,9 @@ def has_room_whatever_the_timing(schedule: Schedule) -> None:
             own = [event for event in events if event.op.stage == stage]
             most = max((count for _, count in sets_over_time(schedule, own)), default=0)
             assert most <= peaks[stage] <= (schedule.policy.places_of(stage) or most)
-            assert _on_host(own) <= peak_on_host(schedule, stage)[0]
+            for part in {event.op.part for event in own if event.lane is Lane.OFFLOAD}:
+                of_part = [event for event in own if event.op.part == part]
+                assert _on_host(of_part) <= peak_on_host(schedule, stage)[0]
 
 
 def _on_host(events: list) -> int:
@@ -231,8 +240,29 @@ def test_sets_on_the_host_have_a_bound() -> None:
     assert "0OFFLOAD1: stage 0 may have 2 sets in host memory, allowed are 1" in refused(unbounded)
 
 
+def test_a_set_in_parts_goes_part_by_part() -> None:
+    """F fills both slots of stage 0; each part frees its own, and B of the last part waits for that part alone."""
+    order = "0F0,0OFFLOAD0.0,0OFFLOAD0.1,0F1,0OFFLOAD1.1,0RELOAD0.1,0B0.1,0OFFLOAD1.0,0RELOAD0.0,0B0.0,0RELOAD1.1,0B1.1,0RELOAD1.0,0B1.0"
+    spec = dataclasses.replace(spec_of(2, 2, sets=1, segments=2))
+    own = order_of_csv(f"{order}\n1F0,1B0,1F1,1B1\n", "order.csv", spec.shape)
+    schedule = held_to(spec, own)
+    has_room_whatever_the_timing(schedule)
+    assert waits(schedule, "0F1") == {"0OFFLOAD0.1"}
+    assert waits(schedule, "0RELOAD0.1") == {"0OFFLOAD0.1", "0OFFLOAD1.1"}
+    assert waits(schedule, "0RELOAD0.0") == {"0OFFLOAD0.0", "0OFFLOAD1.1", "0B0.1"}
+    assert "0RELOAD0.1" in waits(schedule, "0B0.1")
+    assert peak_on_host(schedule, 0)[0] == 2
+    assert "0B0.0: does not wait for 0RELOAD0.0" in refused(without(schedule, "0B0.0", "0RELOAD0.0"))
+    lanes = schedule.lane(0, Lane.OFFLOAD)
+    assert "0OFFLOAD0.1: is missing" in refused(with_lane(schedule, 0, Lane.OFFLOAD, lanes[:1] + lanes[2:]))
+    seconds = {
+        str(event.op): event.end - event.start for event in simulate(schedule, Costs.spread(2, offload=4.0)).events
+    }
+    assert seconds["0OFFLOAD0.0"] == seconds["0RELOAD0.1"] == 2.0
+
+
 def test_what_cannot_run_is_refused_in_one_line() -> None:
-    for keys in ({"mode": "never"}, {"segments": 2}, {"offload": "often"}):
+    for keys in ({"mode": "never"}, {"segments": 2}, {"segments": 2, "sets": (1, 0.5)}, {"offload": "often"}):
         with pytest.raises(ValueError, match=r"recompute\.offload=") as raised:
             RecomputePolicy(**{"offload": "auto", **keys})  # type: ignore[arg-type]
         assert "\n" not in str(raised.value)
@@ -354,9 +384,10 @@ def problems(draw: st.DrawFn, most_stages: int = 8) -> tuple[ScheduleSpec, Costs
     mode = draw(st.sampled_from([Mode.OVERLAP, Mode.INLINE, Mode.EARLY]))
     sets = draw(st.one_of(st.integers(1, 4), st.lists(st.integers(1, 4), min_size=stages, max_size=stages)))
     host = draw(st.sampled_from([None, None, 1, 2]))
-    policy = RecomputePolicy(mode=mode, sets=sets, offload=Offload.AUTO, host_sets=host)
     family = draw(st.sampled_from(["auto", "gpipe", "1f1b"]))
     split = draw(st.booleans()) and family != "1f1b"
+    segments = 1 if split else draw(st.sampled_from([1, 1, 2, 3]))
+    policy = RecomputePolicy(mode=mode, sets=sets, offload=Offload.AUTO, host_sets=host, segments=segments)
     spec = ScheduleSpec(family, tuple(range(stages)), microbatches, policy, costs=costs, split_backward=split)
     return spec, costs
 

@@ -73,7 +73,7 @@ BROKEN = {
     "microbatch": (edited(1, Lane.COMPUTE, ("1F1", "1F7")), "1F7: is of microbatch 7; allowed are 0 to 2"),
     "form": (
         edited(1, Lane.COMPUTE, ("1F1", "1F1.3")),
-        "1F1.3: is no op of a compute lane here: only R and B have parts",
+        "1F1.3: is no op of a compute lane here: only R, B and copies have parts",
     ),
     "no such part": (in_parts(("1B1.2", "1B1.9")), "1B1.9: is of part 9; stage 1 has parts 0 to 2"),
     "which part": (in_parts(("1R1.2", "1R1")), "1R1: is of one of 3 parts; write which, as in 1R1.0"),

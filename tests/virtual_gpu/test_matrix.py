@@ -94,6 +94,7 @@ QUICK = [
     Case("gpipe", sets=2, microbatches=6, offload="auto"),
     Case("1f1b", sets=2, ranks=3, microbatches=8, layers=dropout, offload="always", slow=0),
     Case("interleaved", sets=2, stages_per_rank=2, microbatches=6, offload="auto"),
+    Case("1f1b", sets=1, ranks=3, microbatches=6, segments=2, offload="always", slow=1),
 ]
 MORE = [
     *(
@@ -165,6 +166,12 @@ MORE = [
         )
         for offload in ("auto", "always")
         for layers in (dropout, batch_norm, frozen_below, bridges(chunks, HALF), in_place, handed_through)
+    ),
+    *(
+        Case(schedule, mode, sets=sets, ranks=3, microbatches=6, layers=layers, segments=2, offload=offload)
+        for schedule, mode, sets in (("gpipe", "overlap", 2), ("1f1b", "early", 1), ("gpipe", "inline", 1))
+        for offload in ("auto", "always")
+        for layers in (dropout, batch_norm, in_place)
     ),
     *(
         Case(
