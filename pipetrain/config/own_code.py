@@ -73,7 +73,7 @@ def _own(group: str, record: Any, experiment: str, typed: Sequence[str], tell: C
             )
     others = [field.name for field in fields(record) if field.name not in apply]
     ignored = [f"{group}.{name}" for name in others if getattr(record, name) != getattr(default, name)]
-    if ignored:
+    if ignored and experiment != RunConfig.experiment:  # nobody typed the default one
         tell(f"experiment={experiment}: {', '.join(ignored)} do not apply to {group}=python, so they are ignored")
     own = {name: getattr(default, name) for name in others}
     return replace(record, **own, file_sha256=record.file_sha256 or code_digest(f"{group}.target", record.target))

@@ -71,6 +71,8 @@ def test_keys_of_an_experiment_that_do_not_apply_are_ignored_and_named_in_one_li
     assert config.model.hidden_size == load_config([]).model.__class__().hidden_size
     ignored = "model.num_hidden_layers, model.hidden_size, model.num_attention_heads"
     assert lines == [f"experiment=smoke: {ignored} do not apply to model=python, so they are ignored"]
+    load_config(OWN, lines.append)  # the default experiment, which nobody typed
+    assert len(lines) == 1
 
 
 @pytest.mark.parametrize(
