@@ -21,7 +21,7 @@ class Advice:
     def __str__(self) -> str:
         size = self.bytes_per_microbatch
         return (
-            f"keep {self.what}: {size / 1e6:.1f} MB more per microbatch that waits ({size * self.num_microbatches / 1e6:.1f} MB for all "
+            f"keep {self.what}: {size / 1e6:.1f} MB more per microbatch in flight ({size * self.num_microbatches / 1e6:.1f} MB for all "
             f"{self.num_microbatches}), {self.seconds_per_step:.3g} s less R per step (recompute.selective=[{self.selective}])"
         )
 

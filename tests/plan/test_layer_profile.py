@@ -130,7 +130,7 @@ def test_advice_begins_with_what_saves_most_per_byte() -> None:
     split = dataclasses.replace(PROFILE_OF_FOUR, layers=(FIRST, dataclasses.replace(BLOCK, numbers=(1, 3)), END))
     first, *_ = advice_of(PROFILE_OF_FOUR, 8)
     assert str(first) == (
-        "keep attention outputs of layers 1-3: 0.0 MB more per microbatch that waits (0.0 MB for all 8), 6 s less R per step "
+        "keep attention outputs of layers 1-3: 0.0 MB more per microbatch in flight (0.0 MB for all 8), 6 s less R per step "
         "(recompute.selective=[1-3:attention])"
     )
     assert [one.bytes_per_microbatch for one in advice_of(PROFILE_OF_FOUR, 8)] == [24, 120]
