@@ -202,6 +202,7 @@ def plan_of_config(config: RunConfig, overrides: Sequence[str]) -> Planned:
     num_ranks = world.num_replicas * world.ranks_per_replica
     if config.plan.cluster is not None:
         profile, num_ranks = estimated(config)
+        profile = profile.keeping(policy_of(config).keep_layers)
     elif config.plan.profile is None and not Path(PROFILE).is_file():
         raise ValueError(
             f"plan.profile is not set, and there is no {PROFILE} in this folder: type `pipetrain profile` with the same keys, then this again"
@@ -236,7 +237,7 @@ def plan_problem_of(
         policy_of(config), **{name: value for name, value in free.items() if f"recompute.{name}" not in held}
     )
     return PlanProblem(
-        profile.keeping(policy.keep_layers),
+        profile,
         config.data.global_batch_size,
         num_ranks,
         num_microbatches=config.pipeline.num_microbatches,

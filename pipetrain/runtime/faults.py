@@ -2,8 +2,8 @@
 
     PIPETRAIN_FAULTS="kill rank=1 op=1F2 step=3; slow rank=0 step=2 num_steps=5 seconds=0.1" pipetrain train
 
-An op is an F, R or B (`2B1`), or a message (`1SEND_F0`, `0RECV_B3`) as it is started; without `op` a fault strikes at every F, R and B of
-the rank. Steps count from 1. A rank that torchrun has started again has no more faults.
+An op is an F, R or B (`2B1`), or a message (`1SEND_F0`, `0RECV_B3`) as it is started; without `op` a fault strikes at every op of the
+rank that computes. Steps count from 1. A rank that torchrun has started again has no more faults.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Fault:
 
     rank: int
     step: int  # the first one, as `Pipeline.step_index` counts: from 0
-    op: Op | None  # None: every F, R and B of the rank
+    op: Op | None  # None: every op of the rank that computes
     deed: Deed
     seconds: float = 0.0
     num_steps: int = 1

@@ -58,8 +58,8 @@ class HostPool:
         return [(self._device.host_memory(num_bytes), 0) for _ in range(num_slabs)]
 
     def take(self, op: Op, num_bytes: int, may_use: Callable[[Moment], bool] = lambda _: True) -> Tensor:
-        """For the set of `op`, the smallest free slab of at least `num_bytes` that `may_use` allows. If all are too small, the largest is freed and a larger one reserved.
-        For any thread.
+        """For the set of `op`, or its part, the smallest free slab of at least `num_bytes` that `may_use` allows. If all are too small, the largest
+        is freed and a larger one reserved. For any thread.
 
         Raises:
             ValueError: the pool would exceed its limit.

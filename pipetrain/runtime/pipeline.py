@@ -367,7 +367,7 @@ class Pipeline(StageWeights):
             seed: of what is drawn. It does not depend on the stages, the ranks, or the other prompts' lengths.
             eos: token or tokens after which a prompt has ended; it is the last of its tokens.
             context: the most tokens that layers see; a longer text continues from its last `context // 2` tokens. None: no limit.
-            on_token: is given (number of the prompt, token) on every rank, once the token is known there. True ends the prompt, if all ranks say so.
+            on_token: is given (number of the prompt, token) on every rank, once the token is known there. True ends the prompt; it must be the same on every rank.
             choose: replaces temperature, top_k, top_p and seed: from logits [prompts, vocabulary] on the last stage's rank to ids [prompts].
 
         Raises:

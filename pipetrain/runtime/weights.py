@@ -153,7 +153,7 @@ class StageWeights:
         )
 
     def check_replicas(self) -> None:
-        """Whether all replicas hold the same weights, by a sum over the bits of each. Collective. Raises PipelineError: they do not; with the
+        """Compare the weights of all replicas, by a sum over the bits of each. Collective. Raises PipelineError: they differ; with the
         ranks that differ, the same on every rank. The pipeline can go on."""
         names = [self._group.names(rank) for rank in self._group.grid.ranks_of_stage(self._group.rank)]
         own = dict(named_parameters(self._parts.layers))

@@ -81,8 +81,8 @@ def bound_of(schedule: Schedule, costs: Costs) -> float:
     Copies. An offloaded set holds a slot from F to the end of its copy down and from the start of its copy up to the end of the backward, at
     least f + 2 o + b: n_kept L + n_off (f + 2 o + b) + n_rec (r + b) <= K (T - head - tail). A lane copies one set at a time, the first of
     them after an F. After the last copy down come a copy up and a backward: T >= head + f + (n_off + 1) o + b + tail, where n_off > 0.
-    With k parts each of k slots is held from F on, and by a part for its shares of 2 o + b: k f + 2 o + b in all. A part's copy up and backward
-    after the last copy down may be short, so the lanes give T >= head + f + n_off o + tail.
+    With k parts, F holds k slots, and each part then holds one for its share of 2 o + b: k f + 2 o + b in all. After the last copy down, the copy
+    up and the backward of that part may take little time, so the lanes give T >= head + f + n_off o + tail.
 
     Gradients. A REDUCE_GRAD of stage s comes after all F, R and backwards of s. Those of one stage run one after the other:
     T >= head_s + work of s + reduces of s. A REDUCE_GRAD also comes after the whole path of one microbatch, from stage 0 to the end of its

@@ -131,7 +131,7 @@ def with_copies(spec: ScheduleSpec, costs: Costs, most_placed: int = MOST_PLACED
     plain = _without_copies(
         dataclasses.replace(spec, policy=dataclasses.replace(spec.policy, offload=Offload.NONE)), costs
     )
-    # Of a B in parts, the last part stands for all.
+    # B of part 0 is the last of a stage's parts: the whole B takes its place.
     lanes = (plain.lane(rank, Lane.COMPUTE) for rank in range(plain.num_ranks))
     own = [[op._replace(part=None) for op in lane if op.kind is not RECOMPUTE and not op.part] for lane in lanes]
     beside = costs.beside_copies()

@@ -383,8 +383,11 @@ class _Placement:
 
 
 def _with_parts(order: Sequence[Op], policy: RecomputePolicy) -> Iterator[Op]:
-    """`order` with each copy, and each backward of a set that is not kept, part by part. A set comes back as a whole, and all of its parts have
-    slots from then on; of a recomputed set the last part comes where R stands, any other before its B."""
+    """`order`, in which copies, R and B are those of whole sets, with these ops part by part.
+
+    The parts of an offloaded set are copied one after the other. Of a recomputed set, R of the last part runs where R stands, and R of any other
+    part just before its B. A B of a kept set stays whole.
+    """
     copied = {(op.stage, op.microbatch) for op in order if op.kind is OFFLOAD}
     again = {(op.stage, op.microbatch) for op in order if op.kind is RECOMPUTE}
     for op in order:

@@ -100,7 +100,7 @@ def _differ(slot: Slot, found: Tensor) -> bool:
 
 
 def differ(found: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype differ: in a bit on the CPU (NaN is NaN), by more than rounding on a GPU."""
+    """Whether two tensors of one shape and dtype differ: in a value on the CPU (NaN equals NaN, and -0.0 equals 0.0), by more than rounding on a GPU."""
     return any(_mask(a, b) is not None for a, b in _parts(found, expected))
 
 

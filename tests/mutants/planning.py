@@ -410,6 +410,20 @@ MUTANTS = (
         ("tests/runtime/test_profiling.py", "-k", "no_r_runs and found"),
     ),
     Mutant(
+        "an estimated plan recomputes layers that were typed as kept",
+        "pipetrain/cli/plan_command.py",
+        "        profile = profile.keeping(policy_of(config).keep_layers)\n",
+        "",
+        ("tests/plan/test_plan_elsewhere.py", "-k", "kept_count"),
+    ),
+    Mutant(
+        "a run recomputes layers that were typed as kept, by its profile",
+        "pipetrain/trainer/prepare.py",
+        "    profile = profile.keeping(policy_of(config).keep_layers)\n",
+        "",
+        ("tests/plan/test_layer_profile.py", "-k", "run_has_parts"),
+    ),
+    Mutant(
         "inputs are counted as whole sets",
         "pipetrain/monitor/shown.py",
         "input_bytes=self.costs.input_share or (0.0,) * stages,",

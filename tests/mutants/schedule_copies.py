@@ -43,10 +43,31 @@ MUTANTS = (
         (_TESTS, "-k", "another_end"),
     ),
     Mutant(
-        "B of a part waits for the copy of another part",
+        "the copy back of a part waits for the copy to the host of another part",
         "pipetrain/schedule/waits.py",
         "op.part if op.kind is RELOAD else None)\n",
         "0 if op.kind is RELOAD and op.part is not None else None)\n",
+        (_TESTS, "-k", "part_by_part"),
+    ),
+    Mutant(
+        "a plan frees a whole set where one part is copied",
+        "pipetrain/plan/footprint.py",
+        "self.parts[op.stage] if op.part is None else self.parts[op.stage][op.part : op.part + 1]",
+        "self.parts[op.stage]",
+        ("tests/plan/test_plans_with_copies.py", "-k", "counted_part_by_part"),
+    ),
+    Mutant(
+        "a plan frees an offloaded set in parts with its last part alone",
+        "pipetrain/plan/footprint.py",
+        "        if is_kept and (op.stage, op.microbatch) not in schedule.offloaded:",
+        "        if is_kept:",
+        ("tests/plan/test_plans_with_copies.py", "-k", "counted_part_by_part"),
+    ),
+    Mutant(
+        "a copy of a part leaves all that is kept of its set",
+        "pipetrain/monitor/breakdown.py",
+        "left = stash + kept * share if",
+        "left = stash + kept if",
         (_TESTS, "-k", "part_by_part"),
     ),
     Mutant(

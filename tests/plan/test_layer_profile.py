@@ -24,7 +24,7 @@ from pipetrain.plan.profile import (
 from pipetrain.plan.worth_keeping import advice_of
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.policy import Outputs, RecomputePolicy
-from pipetrain.trainer.prepare import conditions_of, predict, prepare
+from pipetrain.trainer.prepare import conditions_of, predict, prepare, profile_of
 
 PRODUCT = OpProfile("mm", "matmul", "mlp", 2, 0.5, 40, 30, 10, 0.125, 10)
 MIXED = OpProfile("_scaled", "attention", "mixer", 1, 0.25, 8, 0, 0, 0.0, 0)
@@ -168,6 +168,8 @@ def test_a_run_has_parts_by_the_profile_of_its_layers(tmp_path: Path) -> None:
     assert policy.parts == ((2, 1), (2, 1))
     assert policy.share_of(1, 0) == (1 + 3) / (1 + 3 + 1 + 1)
     assert predict(load_config(given)).schedule.policy == policy
+    kept = profile_of(load_config([*given, "recompute.keep_layers=2"]))
+    assert [kept.layer(number).is_kept for number in range(4)] == [False, False, True, False]
     with pytest.raises(ValueError, match=r"measured with precision=auto, and this has bf16-mixed"):
         prepare(load_config([*given, "precision=bf16-mixed"]))
     with pytest.raises(ValueError, match=r"measured with data.global_batch_size / .*=2, and this has 1; measure again"):
@@ -181,11 +183,8 @@ def test_a_run_has_parts_by_the_profile_of_its_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entries", "recompute", "kept"),
     [
-        (
-            ["2"],
-            (1.75, 1 + 0.5),
-            (0, 90 + 10),
-        ),  # and the copy of its output; its input is the stage's, which is held for R anyway
+        # With the copy of its output. Its input is that of the stage, which is held for R anyway.
+        (["2"], (1.75, 1 + 0.5), (0, 90 + 10)),
         (["1"], (0.75, 2.5), (10 + 90 + 10, 0)),  # R computes its input again
         (["Block"], (0.75, 0.5), (10 + 90 + 10, 90 + 10 + 90 + 10)),
         (["0-3", "loss"], (0, 0), (10 + 90 + 10, 90 + 10 + 90 + 10 + 7 + 1)),

@@ -36,6 +36,20 @@ def test_an_estimate_says_that_it_is_one(capsys: pytest.CaptureFixture[str]) -> 
     assert planned(capsys=capsys).startswith("Estimated for plan.cluster=2xh100-80gb+nvlink")
 
 
+def test_layers_that_are_kept_count(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "recompute.mode=inline",
+        "recompute.last_stage=always",
+        "recompute.sets=1",
+        "pipeline.schedule=gpipe",
+        "--json",
+    ]
+    words += ["pipeline.num_microbatches=4", "pipeline.stages_per_rank=1", "pipeline.balance=[3,3]"]
+    plans = [json.loads(planned(*words, *more, capsys=capsys))["plans"] for more in ([], ["recompute.keep_layers=1-4"])]
+    plain, kept = (max(max(one["peak_activation_bytes"]) for one in found) for found in plans)
+    assert kept > 2 * plain
+
+
 def test_a_peers_plan_is_printed_beside_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     order = tmp_path / "order.csv"
     text = planned("--for=torchtitan", f"--csv={order}", capsys=capsys)

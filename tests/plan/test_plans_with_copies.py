@@ -126,3 +126,18 @@ def test_small_storages_of_an_offloaded_set_stay_on_the_device() -> None:
     in_flight, batch = peak_stash(schedule)[0], 2 * 10 * 6
     assert [of_ranks[0] for of_ranks in found] == [2 * 990 + batch, in_flight * 990 + batch]
     assert in_flight == STAGES
+
+
+@pytest.mark.parametrize(("segments", "sets", "left"), [(1, 1, 0), (2, 1, 0), (2, 1.5, 1)])
+def test_a_set_is_counted_part_by_part(segments: int, sets: float, left: int) -> None:
+    """Of two stages of two layers: one set at a time, whether its parts are copied one by one or together; with a slot more, beside the last part of
+    the set that comes back first."""
+    policy = RecomputePolicy(sets=sets, offload="always", segments=segments, last_stage="always")  # type: ignore[arg-type]
+    policy, costs = policy.of_layers((2, 2)), Costs.spread(2, offload=1.0)
+    schedule = make_schedule("gpipe", num_stages=2, num_microbatches=4, recompute=policy, costs=costs)
+    assert len(schedule.offloaded) == 8
+    footprint = Footprint(profile(2.0), (2, 2), policy, 4, Holdings(proves=False))
+    of_set, batch, output = 990 + 10 + 990, 4 * 10, 10  # the first stage's input is a part of the batch
+    found = footprint.of_step(schedule, simulate(schedule, costs))
+    part = left * (990 + 10)
+    assert found == (of_set + part + batch + output, 10 + of_set + part)

@@ -146,9 +146,8 @@ def test_device_and_host_hold_what_check_allows(schedule: str, segments: int) ->
             continue
         assert found["copies"] == m * segments
         on_host = found["pools"][-1] // found["on host"]
-        rest = (
-            found["set"] - on_host
-        )  # of all sets together: the batch, of which the first stage saves slices; small tensors
+        # Of all sets together: the batch, of which the first stage saves slices; small tensors.
+        rest = found["set"] - on_host
         least = 0 if segments > 1 else rest  # two parts count the tensor between them twice
         assert 0.95 * (places * on_host + least) <= found["peak"] <= 1.05 * (places * on_host + rest), found
 

@@ -259,6 +259,12 @@ def test_a_set_in_parts_goes_part_by_part() -> None:
         str(event.op): event.end - event.start for event in simulate(schedule, Costs.spread(2, offload=4.0)).events
     }
     assert seconds["0OFFLOAD0.0"] == seconds["0RELOAD0.1"] == 2.0
+    sized = dataclasses.replace(
+        Costs.spread(2, offload=1.0), input_bytes=(10, 10), set_bytes=(100, 100), kept_bytes=(20, 20)
+    )
+    own = [event for event in simulate(schedule, sized).events if event.op.stage == 0]
+    held = [held for _, held in bytes_over_time(schedule, own, sized)]
+    assert held[-1] == 0
 
 
 def test_what_cannot_run_is_refused_in_one_line() -> None:
