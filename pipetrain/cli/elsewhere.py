@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ from pipetrain.plan.planner import PricedPlan
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.space import PlanProblem
 from pipetrain.schedule.policy import not_a_choice
-
-_BYTES = 256  # tokens of data.tokenizer=byte
+from pipetrain.trainer.prepare import known_vocabulary
 
 
 def for_cluster(config: RunConfig) -> RunConfig:
@@ -60,7 +59,7 @@ def for_cluster(config: RunConfig) -> RunConfig:
 def estimated(config: RunConfig) -> tuple[Profile, int]:
     """The layers on a device of `plan.cluster`, and the pipeline ranks that it has: each is `plan.tensor` devices."""
     cluster, tensor = _cluster(config), config.plan.tensor
-    sizes = decoder_sizes(config.model, _BYTES if config.data.tokenizer == "byte" else None)
+    sizes = decoder_sizes(config.model, known_vocabulary(config))
     estimator = Estimator(sizes, cluster, config.data.sequence_length, tensor, config.precision)
     return estimator.profile(), cluster.num_devices // tensor
 
@@ -108,23 +107,22 @@ def present_foreign(arguments: Arguments, config: RunConfig, problem: PlanProble
             Path(arguments.csv).write_text(plan.csv)
         except OSError as error:
             raise ValueError(f"--csv={arguments.csv}: cannot be written ({error.strerror})") from error
-    own = [{"step_seconds": one.step_seconds, "peak_bytes": one.peak_bytes} for one in ours]
     peer = PEERS[arguments.peer]
-    present(arguments, lambda: _text(peer, plan, own, config), lambda: _values(peer, plan, own, config))
+    present(arguments, lambda: _text(peer, plan, ours, config), lambda: _values(peer, plan, ours, config))
     return Exit.DONE
 
 
-def _text(peer: Peer, plan: ForeignPlan, ours: Sequence[Mapping[str, Any]], config: RunConfig) -> str:
+def _text(peer: Peer, plan: ForeignPlan, ours: Sequence[PricedPlan], config: RunConfig) -> str:
     lines = [f"{peer.title}: step {plan.step_seconds:.4g} s, {size(plan.peak_bytes)} on the fullest rank. To type:"]
     lines += [f"  {line}" for line in plan.lines] + ["It cannot express:", *(f"  {line}" for line in peer.cannot)]
     for one in ours:
-        seconds, peak = one["step_seconds"], size(one["peak_bytes"])
+        seconds, peak = one.step_seconds, size(one.peak_bytes)
         more = plan.step_seconds / seconds - 1
         lines.append(f"pipetrain's plan 1: step {seconds:.4g} s (the other {more:+.1%}), {peak} on the fullest rank.")
     return "\n".join([told_of_estimate(config), *lines]).lstrip()
 
 
-def _values(peer: Peer, plan: ForeignPlan, ours: Sequence[Mapping[str, Any]], config: RunConfig) -> dict[str, Any]:
+def _values(peer: Peer, plan: ForeignPlan, ours: Sequence[PricedPlan], config: RunConfig) -> dict[str, Any]:
     option = plan.option
     return {
         "title": peer.title,
@@ -139,7 +137,7 @@ def _values(peer: Peer, plan: ForeignPlan, ours: Sequence[Mapping[str, Any]], co
         "lines": plan.lines,
         "cannot": peer.cannot,
         "estimated": config.plan.cluster is not None,
-        "ours": ours,
+        "ours": [{"step_seconds": one.step_seconds, "peak_bytes": one.peak_bytes} for one in ours],
     }
 
 

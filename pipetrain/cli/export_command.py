@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.main import Arguments, Command, Parser, add_run, say
+from pipetrain.cli.main import Arguments, Command, Parser, add_run, say, writing
 from pipetrain.config.load import read
 from pipetrain.config.records import HUGGING_FACE, RunConfig
 from pipetrain.config.terminal import printable
@@ -54,16 +54,9 @@ def _write_weights(folder: RunFolder, config: RunConfig, out: Path) -> int:
         raise ValueError(f"--out={out}: there is something already; give another name")
     from safetensors.torch import save_file
 
-    try:
-        save_file(
-            {
-                name: tensor.contiguous()
-                for name, tensor in _tensors(folder, of_transformers=config.model.name == HUGGING_FACE).items()
-            },
-            out,
-        )
-    except OSError as error:
-        raise ValueError(f"--out={out}: cannot be written ({error.strerror or error})") from error
+    tensors = _tensors(folder, of_transformers=config.model.name == HUGGING_FACE)
+    with writing(f"--out={out}"):
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out)
     print(out)
     return Exit.DONE
 

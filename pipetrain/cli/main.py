@@ -6,6 +6,7 @@ Each subcommand is a file, which is loaded only when it is called. It loads torc
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib
 import json
@@ -14,7 +15,7 @@ import re
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,12 +80,27 @@ def present(
         if arguments.json == STDOUT:
             sys.stdout.write(written)
             return
-        try:
+        with writing(arguments.json):
             Path(arguments.json).write_text(written)
-        except OSError as error:
-            raise ValueError(f"{arguments.json}: cannot be written ({error.strerror})") from error
     if words := text():
         print(words if coloured else printable(words), flush=True)
+
+
+@contextlib.contextmanager
+def writing(what: object) -> Iterator[None]:
+    """While the block writes `what`, a file or an option with its file. Raises ValueError: it cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{what}: cannot be written ({error.strerror or error})") from error
+
+
+def ending_of(out: Path, endings: Collection[str]) -> str:
+    """The one of `endings` that the file `out` has. Raises ValueError: it has none of them."""
+    found = next((ending for ending in endings if out.name.endswith(ending)), None)
+    if found is None:
+        raise ValueError(f"--out={out}: {out.suffix or 'no ending'} is unknown; allowed are {', '.join(endings)}")
+    return found
 
 
 def refuse(message: str, code: Exit = Exit.WRONG_INPUT) -> int:

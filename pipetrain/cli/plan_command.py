@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -331,15 +331,10 @@ def _recomputed(one: Candidate) -> str:
     return ", ".join([f"{one.mode}, sets {sets}", *more])
 
 
-_LINES: dict[str, Callable[[RankMemory], int]] = {
-    name.replace("_", " "): lambda rank, name=name: getattr(rank, name)  # type: ignore[misc]
-    for name in RankMemory.__dataclass_fields__
-}
-
-
 def _memory_table(one: Candidate) -> str:
     """The bytes of plan 1, a line per use."""
-    rows = [(name, *(size(of(rank)) for rank in one.memory)) for name, of in _LINES.items() if any(map(of, one.memory))]
+    uses = [(use.name, [getattr(rank, use.name) for rank in one.memory]) for use in fields(RankMemory)]
+    rows = [(name.replace("_", " "), *map(size, held)) for name, held in uses if any(held)]
     head = ("plan 1 holds", *(f"rank {rank}" for rank in range(len(one.memory))))
     rows.append(("all", *(size(rank.total) for rank in one.memory)))
     if any(one.host_bytes):

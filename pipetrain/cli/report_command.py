@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.cli.advice import advice_on
-from pipetrain.cli.main import Arguments, Command, Parser, add_json, present, refuse
+from pipetrain.cli.main import Arguments, Command, Parser, add_json, ending_of, present, refuse, writing
 from pipetrain.config.load import read
 from pipetrain.config.phases import leaves
 from pipetrain.config.problem import shown
@@ -61,8 +61,8 @@ def _report(arguments: Arguments) -> int:
 def _compare(folders: Sequence[RunFolder], arguments: Arguments) -> int:
     """Compares the runs that can be read. If a run cannot be read, stderr names it and the exit code is not 0."""
     out = None if arguments.out is None else Path(arguments.out)
-    if out is not None and out.suffix not in _FORMATS:
-        raise ValueError(f"--out={out}: {out.suffix or 'no ending'} is unknown; allowed are {', '.join(_FORMATS)}")
+    if out is not None:
+        ending_of(out, _FORMATS)
     runs, problems = _read_runs(folders)
     table = _table(runs)
     present(arguments, table.as_markdown if runs else str, lambda: [run.as_json() for run in runs])
@@ -171,10 +171,8 @@ def _write_plot(runs: Sequence[_ComparedRun], table: Table, path: Path) -> None:
         picture = drawn[drawn.index(b"<svg") :].decode()  # without the head of an XML file
         title, caption = "Runs compared", paragraph("Loss of each step, in nats per token.")
         drawn = page(title, heading(title, level=1), caption, picture, framed(table)).encode()
-    try:
+    with writing(f"--out={path}"):
         path.write_bytes(drawn)
-    except OSError as error:
-        raise ValueError(f"--out={path}: cannot be written ({error.strerror})") from error
 
 
 def _words(values: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.main import Arguments, Command, Parser, add_json, add_overrides, present
+from pipetrain.cli.main import Arguments, Command, Parser, add_json, add_overrides, ending_of, present, writing
 from pipetrain.config.load import load_config
 from pipetrain.config.phases import phases_of
 from pipetrain.config.records import RunConfig
@@ -123,21 +123,13 @@ def write_drawing(
     Raises:
         ValueError: an unknown format, one that holds a single schedule, or a file that cannot be written.
     """
-    ending = next((ending for ending in _FORMATS if path.name.endswith(ending)), None)
-    if ending is None:
-        raise ValueError(f"--out={path}: {path.suffix or 'no ending'} is unknown; allowed are {', '.join(_FORMATS)}")
+    ending = ending_of(path, _FORMATS)
     if len(shown) > 1 and ending not in _FORMATS_FOR_SEVERAL:
         raise ValueError(f"--out={path}: {ending} holds one schedule; with --against use .svg or .html")
     if meshes and ending not in _FORMATS_WITH_MESH:
         raise ValueError(f"--out={path}: {ending} holds no mesh; with --mesh use {' or '.join(_FORMATS_WITH_MESH)}")
-    try:
-        path.write_text(
-            html(*shown, above=list(map(mesh_html, meshes)), others=others)
-            if others
-            else _FORMATS[ending](shown, meshes)
-        )
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be written ({error.strerror})") from error
+    with writing(path):
+        path.write_text(_FORMATS[ending](shown, meshes, others))
 
 
 def _values(shown: Sequence[Shown], meshes: Sequence[MeshShown]) -> Any:
@@ -148,12 +140,12 @@ def _values(shown: Sequence[Shown], meshes: Sequence[MeshShown]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-_FORMATS: dict[str, Callable[[Sequence[Shown], Sequence[MeshShown]], str]] = {
-    ".svg": lambda shown, _: svg(*shown),
-    ".html": lambda shown, meshes: html(*shown, above=list(map(mesh_html, meshes))),
-    ".csv": lambda shown, _: write_csv(shown[0].schedule),
-    ".trace.json": lambda shown, _: chrome_trace(shown[0].timeline),
-    ".json": lambda shown, meshes: json.dumps(_values(shown, meshes), indent=2) + "\n",
+_FORMATS: dict[str, Callable[[Sequence[Shown], Sequence[MeshShown], Mapping[str, Shown] | None], str]] = {
+    ".svg": lambda shown, *_: svg(*shown),
+    ".html": lambda shown, meshes, others: html(*shown, above=list(map(mesh_html, meshes)), others=others),
+    ".csv": lambda shown, *_: write_csv(shown[0].schedule),
+    ".trace.json": lambda shown, *_: chrome_trace(shown[0].timeline),
+    ".json": lambda shown, meshes, _: json.dumps(_values(shown, meshes), indent=2) + "\n",
 }
 _MOST_SETS = 8  # that a page lets its reader choose from
 _MOST_PASSES = 2**10  # stages x microbatches: eight times so many are simulated in less than a second

@@ -89,12 +89,6 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
         # A name that another site points at this machine would let that site read the page.
         if self.headers.get("Host") not in {f"{name}:{self.server.server_address[1]}" for name in (_HOST, "localhost")}:
             return self.send_error(HTTPStatus.FORBIDDEN, "this page is for 127.0.0.1 alone")
@@ -122,6 +116,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(text)
         return None
+
+    do_HEAD = do_GET  # noqa: N815
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Says nothing: the page asks every two seconds."""

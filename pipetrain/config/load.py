@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from pipetrain.config.own_code import with_own_code
-from pipetrain.config.problem import ConfigError, nearest
+from pipetrain.config.problem import ConfigError, choice_error, nearest
 from pipetrain.config.read_files import read_yaml_text
 from pipetrain.config.records import RunConfig
 from pipetrain.config.renamed import current_overrides, current_values
@@ -217,9 +217,7 @@ def _parse(text: str, groups: Mapping[str, Sequence[str]]) -> Override:
     if (allowed := groups.get(override.key_or_group)) is None:
         check_key(override.key_or_group)
     elif override.value() not in allowed:
-        raise ConfigError(
-            f"{override.key_or_group}={override.value()}: allowed are {', '.join(allowed)}{nearest(str(override.value()), allowed)}"
-        )
+        raise choice_error(override.key_or_group, override.value(), allowed)
     return override
 
 

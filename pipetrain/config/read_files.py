@@ -175,11 +175,11 @@ def fitted(kind: Any, value: Any, name: str = "it") -> Any:
     outer, inner = typing.get_origin(kind), typing.get_args(kind)
     if outer in (Union, types.UnionType):
         return _one_of(inner, value, name)
-    if outer in (tuple, list, Sequence) and isinstance(value, list):
+    if outer in (tuple, list, frozenset, Sequence) and isinstance(value, list):
         kinds = (inner[0],) * len(value) if outer is not tuple or inner[-1] is ... else inner
         if len(kinds) == len(value):
             entries = (fitted(kind, entry, f"{name}[{place}]") for place, (kind, entry) in enumerate(zip(kinds, value)))
-            return list(entries) if outer is list else tuple(entries)
+            return outer(entries) if outer in (list, frozenset) else tuple(entries)
     elif outer in (dict, Mapping) and isinstance(value, dict):
         return {key: fitted(inner[1], entry, f"{name}.{key}") for key, entry in value.items()}
     elif isinstance(kind, type) and _is_plain(kind, value):

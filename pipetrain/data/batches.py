@@ -50,8 +50,7 @@ class Batches:
 
     def batch_from(self, first: int, share: Share | None = None) -> Batch:
         """`batch_size` samples, or a `share` of them, where `first` came before them."""
-        indices = self.indices_from(first)
-        return self._samples.take(indices if share is None else indices[share.rows_of(len(indices))])
+        return self._samples.take(self.indices_from(first, share))
 
     def state_dict(self) -> dict[str, Any]:
         """What a snapshot must hold to go on: nothing, because a batch is a function of the step."""
@@ -64,14 +63,15 @@ class Batches:
         """Whether both take the very same samples, in one order."""
         return self._samples is other._samples and self._seed == other._seed
 
-    def indices_from(self, first: int) -> NDArray[np.int64]:
-        """Which samples make a batch where `first` came before, `[batch_size]`."""
+    def indices_from(self, first: int, share: Share | None = None) -> NDArray[np.int64]:
+        """Which samples make a batch where `first` came before, `[batch_size]`, or which of them a `share` has."""
         parts, missing = [], self.batch_size
         while missing:
             epoch, position = divmod(first + self.batch_size - missing, len(self._samples))
             parts.append(self._order(epoch)[position : position + missing])
             missing -= len(parts[-1])
-        return np.concatenate(parts)
+        indices = np.concatenate(parts)
+        return indices if share is None else indices[share.rows_of(len(indices))]
 
     def _shuffled(self, epoch: int) -> NDArray[np.int64]:
         # A hash of both: with seed + epoch, the second epoch of seed 0 would be the first of seed 1.

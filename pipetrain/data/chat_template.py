@@ -33,6 +33,12 @@ _MOST_SHOWN = 200  # characters of what a template says
 Span = tuple[int, int]  # characters of a rendered chat
 
 
+class TooSlow(Exception):
+    """A chat ends the command and is not left out: on a faster machine it may be a sample. `number`: of the chat, among those encoded at once."""
+
+    number = 0
+
+
 class SampleRefused(ValueError):
     """A chat that cannot be a sample; the message says why, after its file and line."""
 
@@ -54,8 +60,7 @@ class ChatTemplate:
 
     def render(self, row: Row, *, answers: bool = False, first: int | None = None) -> str:
         """The text of a chat, or of its `first` messages; with `answers`, and the prompt for an answer. Raises SampleRefused."""
-        (text,), _ = self._rendered(row, row[MESSAGES][:first], answers, marks=False)
-        return text
+        return self._rendered(row, row[MESSAGES][:first], answers, marks=False)[0]
 
     def render_marked(self, row: Row) -> tuple[str, list[Span]]:
         """The text of a chat, and which characters count. Raises SampleRefused; ValueError: it cannot be told what counts."""
@@ -64,7 +69,7 @@ class ChatTemplate:
             return text, [(0, len(text))]
         if not self.has_marks:
             return self._by_turns(row)
-        (text,), (spans,) = self._rendered(row, row[MESSAGES], answers=False, marks=True)
+        text, spans = self._rendered(row, row[MESSAGES], answers=False, marks=True)
         return text, spans[-1:] if self.counted == LAST else spans
 
     def counted_tokens(self, offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:
@@ -108,17 +113,14 @@ class ChatTemplate:
             f"{{% generation %}} marks, and {why}; use {last}data.assistant_only_loss=false, or a template with these marks"
         )
 
-    def _rendered(
-        self, row: Row, messages: Sequence[Row], answers: bool, *, marks: bool
-    ) -> tuple[list[str], list[list[Span]]]:
+    def _rendered(self, row: Row, messages: Sequence[Row], answers: bool, *, marks: bool) -> tuple[str, list[Span]]:
+        """The text, and with `marks` the characters between them."""
         from transformers.utils.chat_template_utils import render_jinja_template
-
-        from pipetrain.data.template_budget import TooSlow
 
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
             with _pinned(self.date, {"messages": given, "tools": row.get("tools")}):
-                rendered: tuple[list[str], list[list[Span]]] = render_jinja_template(
+                (text,), spans = render_jinja_template(
                     [given],
                     tools=row.get("tools"),
                     chat_template=self.template,
@@ -132,12 +134,12 @@ class ChatTemplate:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:_MOST_SHOWN]
             raise SampleRefused(f"the chat template of {self.called} does not take it ({reason})") from None
         for number, message in enumerate(given):
-            if isinstance(parts := message.get("content"), (list, Mapping)) and str(parts) in rendered[0][0]:
+            if isinstance(parts := message.get("content"), (list, Mapping)) and str(parts) in text:
                 raise SampleRefused(
                     f"message {number} has a {type(parts).__name__} as its content, which the chat template of {self.called} writes as Python "
                     "does: give a text"
                 )
-        return rendered
+        return text, spans[0] if marks else []
 
 
 _clock = threading.Lock()

@@ -40,10 +40,7 @@ def find_files(config: DataConfig) -> list[Path]:
         if not files:
             raise ValueError(f"data=stdlib: no Python sources in {root}; use your own text: data=text data.path=FOLDER")
         return _readable(files, "data=stdlib")
-    if not config.path:
-        raise ValueError(
-            f"data.path is not set: data={config.name} reads a file or a folder of text; type data.path=FILE_OR_FOLDER"
-        )
+    assert config.path is not None, "it was checked"
     return files_at("data.path", config.path, config.pattern)
 
 

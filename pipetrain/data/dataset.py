@@ -22,16 +22,19 @@ from pipetrain.config.records import PYTHON, STREAM, DataConfig
 from pipetrain.config.schema import check_limits
 from pipetrain.data.batches import Batches, HeldoutBatches
 from pipetrain.data.corpus import files_at, find_files, key_of_text, memory_of, read_pieces, split_of
-from pipetrain.data.documents import check_datasets_installed
+from pipetrain.data.documents import check_installed
 from pipetrain.data.own import OwnData, check_own_data, sizes_of
 from pipetrain.data.samples import InVocabulary, SampleSets, folder_samples, stream_samples, too_short
 from pipetrain.data.token_file import TOKENS_JSON, Ids, check_id_file, read_id_file, read_sheet
-from pipetrain.data.tokenizer import BYTE, ByteTokenizer, HfTokenizer, Tokenizer, check_installed, folder_of_tokenizer
+from pipetrain.data.tokenizer import BYTE, ByteTokenizer, HfTokenizer, Tokenizer, folder_of_tokenizer
 from pipetrain.data.tokenizing import WAIT_SECONDS, Tell, is_bytes, tokenized
 
 _LayOut = Callable[[DataConfig], SampleSets]  # samples of a length, of what was read
 
 _SOURCES = ("stdlib", "text", "jsonl", "hf", "memmap", PYTHON)
+# What data.path is to name, and how.
+_PATHS = dict.fromkeys(("text", "jsonl"), ("a file or a folder of text", "FILE_OR_FOLDER"))
+_PATHS |= {"hf": ("a data set", "FOLDER_OR_NAME"), "memmap": ("token ids", "FILE.bin, or a folder of tokens")}
 _IN_MEMORY_BYTES = 2**28  # more text than that is a file in the cache even as bytes
 
 
@@ -73,6 +76,9 @@ def check_text(config: DataConfig, own_tokenizer: str | None = None) -> None:
         check_own_data(config)
         return
     _check_length(config)
+    if config.name in _PATHS and not config.path:
+        what, example = _PATHS[config.name]
+        raise ValueError(f"data.path is not set: data={config.name} reads {what}; type data.path={example}")
     tokenizer = make_tokenizer(config, own_tokenizer)
     if config.name == "memmap":
         _check_memmap(config)
@@ -81,7 +87,7 @@ def check_text(config: DataConfig, own_tokenizer: str | None = None) -> None:
             "data.tokenizer=null: the model brings no tokenizer; type data.tokenizer=byte, or a tokenizer's folder or name"
         )
     elif config.name == "hf":
-        check_datasets_installed(config)
+        check_installed("data=hf", "datasets")
     else:
         size = sum(file.stat().st_size for file in find_files(config))
         if config.eval_path is not None:
@@ -89,7 +95,7 @@ def check_text(config: DataConfig, own_tokenizer: str | None = None) -> None:
         if size == 0 or (is_bytes(config, tokenizer) and size <= config.sequence_length):
             raise too_short("the text", size, config, "bytes")
     if isinstance(tokenizer, HfTokenizer):
-        check_installed(f"data.tokenizer={tokenizer.called}")
+        check_installed(f"data.tokenizer={tokenizer.called}", "transformers")
 
 
 def make_data(config: DataConfig, seed: int, **how: Any) -> Data:
@@ -191,10 +197,7 @@ def _of_rows(rows: tuple[Ids, Ids], unit: str, vocabulary_size: int, fingerprint
 
 
 def _check_memmap(config: DataConfig) -> None:
-    if not config.path:
-        raise ValueError(
-            "data.path is not set: data=memmap reads token ids; type data.path=FILE.bin, or a folder of tokens"
-        )
+    assert config.path is not None, "it was checked"
     path = Path(config.path).expanduser()
     if not path.is_dir():
         if config.layout not in (None, STREAM):

@@ -217,17 +217,14 @@ def _cut_after_a_line(block: bytes) -> tuple[bytes, bytes]:
     return block[:end], block[end:]
 
 
-def check_datasets_installed(config: DataConfig) -> None:
-    """Raises ValueError: datasets is not installed, or data.path names nothing."""
-    if not config.path:
-        raise ValueError("data.path is not set: data=hf reads a data set; type data.path=FOLDER_OR_NAME")
-    if importlib.util.find_spec("datasets") is None:
-        raise ValueError('data=hf: datasets is not installed; pip install "pipetrain[hf]" brings it')
+def check_installed(key: str, library: str) -> None:
+    """Raises ValueError: a library that `key` needs is not installed."""
+    if importlib.util.find_spec(library) is None:
+        raise ValueError(f'{key}: {library} is not installed; pip install "pipetrain[hf]" brings it')
 
 
 def hf_corpus(config: DataConfig, memory: Path) -> Corpus:
     """The data set of `config`, downloaded if need be; digests are kept in the folder `memory`. Raises ValueError: there is none, or no such split."""
-    check_datasets_installed(config)
     assert config.path is not None, "it was checked"
     wanted = [("data.path", config.path, "data.split", config.split)]
     if has_heldout := config.eval_path is not None or config.eval_split is not None:

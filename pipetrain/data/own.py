@@ -15,7 +15,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,9 @@ class OwnBatches(Batches):
     def _loader(self, first: int, share: Share | None) -> DataLoader[Any]:
         return DataLoader(
             self._reader,
-            batch_sampler=_Indices(self, first, share),
+            batch_sampler=(
+                self.indices_from(at, share).tolist() for at in itertools.count(first, self.batch_size)
+            ),  # without end
             num_workers=self._num_workers,
             collate_fn=self._reader.collated,
             timeout=self._timeout_seconds,
@@ -269,20 +271,6 @@ def _end_with(rank: int, _worker: int) -> None:
 
     if Path("/proc/self").exists():
         threading.Thread(target=watch, name="rank", daemon=True).start()
-
-
-@dataclass(frozen=True)
-class _Indices(Iterable[list[Any]]):
-    """Which samples make the batches from a place on, without end."""
-
-    batches: Batches
-    first: int
-    share: Share | None
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        for first in itertools.count(self.first, self.batches.batch_size):
-            indices = self.batches.indices_from(first)
-            yield (indices if self.share is None else indices[self.share.rows_of(len(indices))]).tolist()
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class Documents:
         where = np.zeros(shape, np.int64)
         for row, index in enumerate(indices):
             at = 0
-            for document in self._documents_of(int(index)):
+            for document in self._documents[self._ends[index - 1] if index else 0 : self._ends[index]]:
                 at = self._put(document, ids[row], targets[row], where[row], at)
             if not self._with_mask:
                 where[row, at:] = np.arange(self.sequence_length - at)
@@ -92,7 +92,8 @@ class Documents:
 
     def _put(self, document: int, ids: NDArray[Any], targets: NDArray[Any], where: NDArray[Any], at: int) -> int:
         """One document from position `at` on; returns where it ends."""
-        first, last = self._range(document)
+        first = int(self._part.ends[document - 1]) if document else 0
+        last = min(int(self._part.ends[document]), first + self.sequence_length)
         end = at + last - first
         tokens = self._part.tokens[first:last]
         ids[at:end] = tokens
@@ -101,13 +102,6 @@ class Documents:
             targets[at : end - 1][self._part.counted[first + 1 : last] == 0] = IGNORED
         where[at:end] = 1 if self._with_mask else np.arange(last - first)
         return end
-
-    def _documents_of(self, sample: int) -> NDArray[np.int64]:
-        return self._documents[self._ends[sample - 1] if sample else 0 : self._ends[sample]]
-
-    def _range(self, document: int) -> tuple[int, int]:
-        first = int(self._part.ends[document - 1]) if document else 0
-        return first, min(int(self._part.ends[document]), first + self.sequence_length)
 
 
 class Samples(Protocol):

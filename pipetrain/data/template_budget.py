@@ -21,6 +21,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from pipetrain.data.chat_template import TooSlow
+
 MOST_WORK = 1_000_000  # calls, filters, turns of loops and values looked at, of a small document; some seconds
 WORK_PER_VALUE = (
     1_000  # more for each value of the document: templates that look at all messages for each one are common
@@ -44,10 +46,6 @@ _WIDE = re.compile(r"\d{4,}|%[^a-z%]*\*|:[^}]*\{")  # a width of 1,000 or more, 
 
 class OverBudget(Exception):
     """A template does more with a document than it may; the message says what."""
-
-
-class TooSlow(Exception):
-    """A document ends the command and is not left out: on a faster machine it may be a sample."""
 
 
 class _Budget:
@@ -257,12 +255,6 @@ class _Charging(NodeTransformer):  # type: ignore[misc]
         self.generic_visit(node)
         return _filtered(nodes.List(node.nodes, lineno=node.lineno), "_joined")
 
-    def visit_List(self, node: nodes.List) -> nodes.Node:  # noqa: N802
-        return self._held(node)
-
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:  # noqa: N802
-        return self._held(node)
-
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
         return self._held(node) if node.ctx == "load" else node
 
@@ -289,3 +281,5 @@ class _Charging(NodeTransformer):  # type: ignore[misc]
     def _held(self, node: Any) -> nodes.Node:
         self.generic_visit(node)
         return _filtered(node, "_held")
+
+    visit_List = visit_Dict = _held  # noqa: N815, as Jinja has it

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
-import importlib.util
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipetrain.config.problem import nearest
-from pipetrain.data.chat_template import ChatTemplate, SampleRefused
-from pipetrain.data.documents import Document
+from pipetrain.data.chat_template import ChatTemplate, SampleRefused, TooSlow
+from pipetrain.data.documents import Document, check_installed
 
 BYTE = "byte"
 
@@ -39,14 +38,6 @@ class Encoded(NamedTuple):
     lengths: NDArray[np.int64]
     counted: NDArray[np.bool_] | None
     problems: dict[int, str]
-
-
-class StoppedAt(Exception):
-    """Encoding cannot go on after the document of this number."""
-
-    def __init__(self, number: int, why: str) -> None:
-        super().__init__(why)
-        self.number = number
 
 
 class ByteTokenizer:
@@ -89,12 +80,6 @@ _FILES = (
 _MAIN_FILES = {"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"}
 
 
-def check_installed(key: str) -> None:
-    """Raises ValueError: transformers is not installed."""
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError(f'{key}: transformers is not installed; pip install "pipetrain[hf]" brings it')
-
-
 def folder_of_tokenizer(name: str) -> Path:
     """The folder itself, or where the hub's cache has the tokenizer of this name (downloaded if need be). Raises ValueError: there is none."""
     folder = Path(name).expanduser()
@@ -104,11 +89,7 @@ def folder_of_tokenizer(name: str) -> Path:
                 f"data.tokenizer={name}: there is no tokenizer in this folder (no tokenizer.json); give one that has"
             )
         return folder
-    check_installed(f"data.tokenizer={name}")
-    return _downloaded(name)
-
-
-def _downloaded(name: str) -> Path:
+    check_installed(f"data.tokenizer={name}", "transformers")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -225,8 +206,6 @@ class HfTokenizer:
         return Encoded(ids[kept], lengths * is_sample, counted[kept], problems)
 
     def _marked(self, row: Any, number: int, problems: dict[int, str]) -> tuple[str, list[tuple[int, int]]]:
-        from pipetrain.data.template_budget import TooSlow
-
         try:
             text, spans = self._template.render_marked(row)
             if half := half_of_a_character(text):
@@ -236,7 +215,8 @@ class HfTokenizer:
             problems[number] = str(error)
             return "", []
         except TooSlow as error:
-            raise StoppedAt(number, str(error)) from None
+            error.number = number
+            raise
 
     # The tokenizer itself ------------------------------------------------------------------------------------------
 
@@ -267,7 +247,7 @@ class HfTokenizer:
 
     @functools.cached_property
     def _loaded(self) -> Any:
-        check_installed(f"data.tokenizer={self.called}")
+        check_installed(f"data.tokenizer={self.called}", "transformers")
         from transformers import AutoTokenizer
 
         try:

@@ -24,10 +24,11 @@ from filelock import FileLock, Timeout
 
 from pipetrain.config.records import STREAM, DataConfig
 from pipetrain.config.write_files import open_to_append
+from pipetrain.data.chat_template import TooSlow
 from pipetrain.data.corpus import cache_root, cut_at_a_line, digest_of, files_of, memory_of, split_of
 from pipetrain.data.documents import Corpus, Document, hf_corpus, json_corpus, text_corpus
 from pipetrain.data.token_file import FORMAT, HELDOUT, PARTS, TOKENS_JSON, TRAIN, PartWriter, TokenSheet, smallest_type
-from pipetrain.data.tokenizer import ByteTokenizer, Encoded, StoppedAt, Tokenizer
+from pipetrain.data.tokenizer import ByteTokenizer, Encoded, Tokenizer
 
 Tell = Callable[[float], None]
 """Called with the fraction that is done, from 0 to 1."""
@@ -241,7 +242,7 @@ def _ahead(
         batch, encoding = now
         try:
             yield batch, encoding.result()
-        except StoppedAt as error:
+        except TooSlow as error:
             raise ValueError(f"{place_named(sources, *batch[error.number].place)}: {error}; leave it out") from None
 
 

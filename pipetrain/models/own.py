@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from pipetrain.config.own_code import call_target, check_target, function_of
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import ModelConfig
 from pipetrain.models.loss import IGNORED
-from pipetrain.models.own_size import as_plain, forget_count, own_size
+from pipetrain.models.own_size import forget_count, own_size
 from pipetrain.models.size import ModelSize
 from pipetrain.models.spec import ModelSpec, flops_of, spec_of
 
@@ -140,7 +140,7 @@ def main() -> None:
     asked = json.load(sys.stdin)
     config = ModelConfig(target=asked["target"], args=asked["args"], file_sha256=asked["file_sha256"])
     try:
-        told = as_plain(count(config))
+        told = asdict(count(config))
     except ValueError as error:
         told = {"problem": str(error)}
     json.dump(told, answer)

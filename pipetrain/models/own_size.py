@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
 import subprocess
 import sys
-from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from pipetrain.config.problem import ConfigError
-from pipetrain.config.read_files import parse_json
+from pipetrain.config.read_files import fitted, parse_json
 from pipetrain.config.records import ModelConfig
 from pipetrain.config.write_files import replace_file, user_cache
 from pipetrain.models.size import ModelSize
@@ -50,15 +50,12 @@ def _file_in_cache(question: str) -> Path:
 def _counted(question: str) -> ModelSize:
     file = _file_in_cache(question)
     try:
-        return size_from(parse_json(file.read_bytes()))
-    except (OSError, ValueError, TypeError, KeyError):  # not there, or damaged: it is counted again
-        answer = _asked_of_a_child(question)
-    size = size_from(answer)
-    try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace_file(file, json.dumps(answer))
-    except OSError:  # a cache that cannot be written costs time, nothing else
-        pass
+        size: ModelSize = fitted(ModelSize, parse_json(file.read_bytes()))
+    except (OSError, ValueError):  # not there, or damaged: it is counted again
+        size = fitted(ModelSize, answer := _asked_of_a_child(question))
+        with contextlib.suppress(OSError):  # a cache that cannot be written costs time, nothing else
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_file(file, json.dumps(answer))
     return size
 
 
@@ -92,15 +89,3 @@ def _asked_of_a_child(question: str) -> dict[str, Any]:
     if "problem" in answer:
         raise ConfigError(answer["problem"])
     return answer
-
-
-def size_from(answer: dict[str, Any]) -> ModelSize:
-    """The size from plain values, those of `as_plain`."""
-    tuples: dict[str, Any] = {name: value and tuple(value) for name, value in answer.items() if name != "num_layers"}
-    tuples["tied"] = tuple((low, high) for low, high in answer["tied"])
-    return ModelSize(num_layers=answer["num_layers"], **tuples)
-
-
-def as_plain(size: ModelSize) -> dict[str, Any]:
-    """What JSON can say of the size."""
-    return {key: value for key, value in asdict(size).items() if key not in ("shapes_per_layer", "width")}

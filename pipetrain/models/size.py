@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import pkgutil
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from pkgutil import resolve_name
 
 from pipetrain.config.problem import choice_error
 from pipetrain.config.records import PYTHON, ModelConfig
@@ -30,7 +29,7 @@ class ModelFamily:
 
     def longest_of(self, config: ModelConfig) -> int | None:
         """Tokens of the longest sample that the model of this config takes, where that is known."""
-        return None if self.longest is None else load_function(self.longest)(config)
+        return None if self.longest is None else resolve_name(self.longest)(config)
 
 
 _TRANSFORMER = ModelFamily(
@@ -55,11 +54,6 @@ def family_of(config: ModelConfig) -> ModelFamily:
     return MODEL_FAMILIES[config.name]
 
 
-def load_function(place: str) -> Any:
-    """The function at `module:function`."""
-    return pkgutil.resolve_name(place)
-
-
 def check_model(config: ModelConfig, *, vocabulary_size: int | None = None, sequence_length: int | None = None) -> None:
     """Raise ValueError, with the key and what to type next, where `config` describes no model.
 
@@ -68,7 +62,7 @@ def check_model(config: ModelConfig, *, vocabulary_size: int | None = None, sequ
     family = family_of(config)
     check_limits(config, "model.")
     if family.check is not None:
-        load_function(family.check)(config)
+        resolve_name(family.check)(config)
     longest = family.longest_of(config)
     if sequence_length is not None and longest is not None and sequence_length > longest:
         if config.path is not None:
@@ -134,7 +128,7 @@ def size_of(
     check_model(config, sequence_length=sequence_length)
     family = family_of(config)
     length = sequence_length or family.longest_of(config) or config.max_position_embeddings
-    size: ModelSize = load_function(family.size)(config, config.vocab_size or vocabulary_size, length)
+    size: ModelSize = resolve_name(family.size)(config, config.vocab_size or vocabulary_size, length)
     return size
 
 

@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from pipetrain.config.records import ModelConfig
 from pipetrain.models.sharing import Tie, groups_of, overlaps, tied_parameters, ties_of
-from pipetrain.models.size import ModelSize, family_of, load_function
+from pipetrain.models.size import ModelSize, family_of
 from pipetrain.stage.seeding import generators_restored, seed_generators, weight_seed
 from pipetrain.stage.stage import LossFn
 
@@ -110,7 +111,7 @@ def make_spec(config: ModelConfig, vocabulary_size: int, seed: int = 0) -> Model
     cpu = torch.device("cpu")
     with generators_restored(cpu):
         seed_generators(seed, cpu)
-        spec: ModelSpec = load_function(family_of(config).spec)(config, vocabulary_size)
+        spec: ModelSpec = resolve_name(family_of(config).spec)(config, vocabulary_size)
     return spec
 
 
@@ -124,7 +125,7 @@ def spec_of(model: Any) -> ModelSpec:
         return model
     library = sys.modules.get("transformers.modeling_utils")  # not imported: where there is such a model, it is there
     if library is not None and isinstance(model, library.PreTrainedModel):
-        spec: ModelSpec = load_function("pipetrain.models.hf.hf_spec:spec_of_hf")(model)
+        spec: ModelSpec = resolve_name("pipetrain.models.hf.hf_spec:spec_of_hf")(model)
         return spec
     layers = _layers_of(model)
     modules = {number: layer for number, layer in enumerate(layers) if isinstance(layer, nn.Module)}

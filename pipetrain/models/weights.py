@@ -18,8 +18,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipetrain.config.read_files import DamagedFile, fitted, opened_tensors, read_object
+from pipetrain.config.read_files import opened_tensors
 from pipetrain.config.write_files import draft_beside, replace_file
+from pipetrain.models.hf.source import indexed_files
 from pipetrain.models.spec import ModelSpec
 from pipetrain.models.trained import Model
 
@@ -144,27 +145,12 @@ def read_weights(folder: Path) -> Mapping[str, Tensor]:
     """The tensors that a run left in `folder`, under their names in files, each read when asked for. Raises ValueError: there are none, or a shard is missing."""
     check_weights(folder)
     index = folder / INDEX_OF_SHARDS
-    if index.is_file():
-        names = _shards_in(index)
-        paths = [folder / name for name in names]
-    else:
-        paths = [folder / SINGLE]
+    names = dict.fromkeys(indexed_files(index, _TODO).values()) if index.is_file() else [SINGLE]
+    paths = [folder / name for name in names]
     missing = [path for path in paths if not path.is_file()]
     if missing:
         raise ValueError(f"{missing[0]} is missing, which {index} names: the weights are not whole")
     return tensors_in(paths)
-
-
-def _shards_in(index: Path) -> list[str]:
-    try:
-        names = list(dict.fromkeys(fitted(dict[str, str], read_object(index, _TODO).get("weight_map")).values()))
-    except DamagedFile:
-        raise
-    except ValueError as error:
-        raise DamagedFile(index, f"its weight_map: {error}", _TODO) from error
-    if outside := next((name for name in names if Path(name).name != name), None):
-        raise DamagedFile(index, f"it names {outside!r}, which is not in its folder", _TODO)
-    return names
 
 
 def load_weights(folder: Path, model: Model, spec: ModelSpec) -> None:

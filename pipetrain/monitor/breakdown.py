@@ -159,10 +159,11 @@ def _of_rank(
 ) -> RankBreakdown:
     """`most`: busy seconds of the busiest rank; `computed`: when the last op that computes had ended on all ranks."""
     first, last = (busy[0][0], busy[-1][1]) if busy else (step[1], step[1])
-    activation, gradient, copies, handover, host, machine, other = _waits(schedule, events, busy, first)
-    waits = activation + gradient
+    idle = _idle_between(schedule, events, busy, first)
+    waits = idle["wait_activation_seconds"] + idle["wait_gradient_seconds"]
     imbalance = min(waits, most - length(busy))
-    rest = 1 - imbalance / waits if waits > 0 else 0.0
+    for wait in ("wait_activation_seconds", "wait_gradient_seconds"):
+        idle[wait] *= 1 - imbalance / waits if waits > 0 else 0.0
     recompute = length(merged(_interval(event) for event in events if event.op.kind is RECOMPUTE))
     exposed = length(exposed_intervals(schedule, events))
     backward = sum(event.end - event.start for event in events if event.op.kind in _BACKWARD)
@@ -174,27 +175,21 @@ def _of_rank(
         busy_seconds=length(busy),
         fill_seconds=first - step[0],
         drain_seconds=step[1] - last - reducing,
-        wait_activation_seconds=activation * rest,
-        wait_gradient_seconds=gradient * rest,
         imbalance_seconds=imbalance,
-        other_seconds=other,
         recompute_hidden_seconds=recompute - exposed,
         recompute_exposed_seconds=exposed,
         peak_sets=max((count for _, count in sets_over_time(schedule, events)), default=0),
         deferred_share=late / backward if backward > 0 else 0.0,
         reduce_exposed_seconds=reducing,
-        host_seconds=host,
-        handover_seconds=handover,
-        machine_seconds=machine,
-        wait_copy_seconds=copies,
+        **idle,
     )
 
 
-def _waits(
+def _idle_between(
     schedule: Schedule, events: Sequence[OpEvent], busy: Sequence[Interval], first: float
-) -> tuple[float, float, float, float, float, float, float]:
-    """Idle seconds between the first and the last op: waiting for an activation, for a gradient, for a copy; of the rest, those in which the message
-    was handed over, the host ran, or was not run, and those of which nobody knows."""
+) -> dict[str, float]:
+    """Idle seconds between the first and the last op, by the field of `RankBreakdown`: waiting for an activation, for a gradient, for a copy; of the
+    rest, those in which the message was handed over, the host ran, or was not run, and those of which nobody knows."""
     ends = {event.op: event.end for event in events}
     waited = dict.fromkeys(Direction, 0.0)
     known, other, before, copies = [0.0, 0.0, 0.0], 0.0, first, 0.0  # handed over, host, not run
@@ -222,7 +217,13 @@ def _waits(
         before = max(before, event.end)
     last = busy[-1][1] if busy else first
     other += _idle(busy, (before, last))
-    return waited[Direction.FORWARD], waited[Direction.BACKWARD], copies, known[0], known[1], known[2], other
+    return {
+        "wait_activation_seconds": waited[Direction.FORWARD],
+        "wait_gradient_seconds": waited[Direction.BACKWARD],
+        "wait_copy_seconds": copies,
+        **dict(zip(("handover_seconds", "host_seconds", "machine_seconds"), known)),
+        "other_seconds": other,
+    }
 
 
 def exposed_intervals(schedule: Schedule, events: Iterable[OpEvent]) -> list[Interval]:
@@ -232,17 +233,12 @@ def exposed_intervals(schedule: Schedule, events: Iterable[OpEvent]) -> list[Int
     recompute = merged(_interval(event) for event in known if event.op.kind is RECOMPUTE)
     exposed: list[Interval] = []
     before = float("-inf")
-    for event in _steps(known):
+    steps = (event for event in known if event.op.kind.computes and event.op.kind is not RECOMPUTE)
+    for event in sorted(steps, key=lambda event: event.start):
         ready = _ready(schedule, event.op, ends, before)
         exposed += clipped(recompute, (max(before, ready), event.start))
         before = max(before, event.end)
     return exposed
-
-
-def _steps(events: Iterable[OpEvent]) -> list[OpEvent]:
-    """All that computes but R, by start."""
-    steps = (event for event in events if event.op.kind.computes and event.op.kind is not RECOMPUTE)
-    return sorted(steps, key=lambda event: event.start)
 
 
 def _ready(schedule: Schedule, op: Op, ends: Mapping[Op, float], default: float) -> float:

@@ -131,14 +131,12 @@ def _below(mesh: Mesh, before: int, after: int, margin: int, width: int) -> str:
     """What joins two replicas that are drawn below each other: the groups that add up gradients."""
     if after != before + 1:
         return f"{'...':<{margin}}{mesh.grid.replica - _MOST_REPLICAS} more replicas"
-    marks = [_joint(mesh, before, after, place) for place in range(mesh.grid.stage)]
+    marks = []
+    for place in range(mesh.grid.stage):
+        one, other = mesh.rank_at(before, place), mesh.rank_at(after, place)
+        is_joined = any(one.rank in group.ranks for group in mesh.groups)
+        marks.append(" " if not is_joined else "||" if one.node != other.node else "|")
     return (" " * margin + (" " * (_GAP + 2)).join(f"  {mark}".ljust(width) for mark in marks)).rstrip()
-
-
-def _joint(mesh: Mesh, before: int, after: int, place: int) -> str:
-    if not any(mesh.rank_at(before, place).rank in group.ranks for group in mesh.groups):
-        return " "
-    return "||" if mesh.rank_at(before, place).node != mesh.rank_at(after, place).node else "|"
 
 
 def _crossing(mesh: Mesh) -> str:

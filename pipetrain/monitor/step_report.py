@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pipetrain.monitor.breakdown import RankBreakdown, break_down_replicas, bubble_fraction
@@ -13,13 +13,6 @@ from pipetrain.plan.mesh import RankPlace
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
-
-# Fields of a rank's report that the report of all has under the same name, per rank.
-_BYTES = (
-    *("peak_activation_bytes", "peak_activation_bytes_never", "peak_memory_bytes", "peak_reserved_bytes"),
-    *("communicator_bytes", "peak_stage_bytes", "set_bytes", "input_bytes", "kept_bytes", "limit_bytes"),
-    "host_bytes",
-)
 
 
 @dataclass(frozen=True)
@@ -143,6 +136,10 @@ class Report:
         )
 
 
+# Fields of a rank's report that the report of all has under the same name, per rank.
+_BYTES = tuple(field.name for field in fields(Report) if "_bytes" in field.name)
+
+
 @dataclass(frozen=True)
 class StepResult:
     """One optimizer step: the same on every rank. Loss and norm may be not finite where the step was refused."""
@@ -170,12 +167,6 @@ PerRank = tuple[float | None, ...]
 
 # A line of metrics.jsonl ---------------------------------------------------------------------------------------------
 
-# Figures per rank that have the same name in the breakdown of a rank, and in the report of all.
-_OF_BREAKDOWN = (
-    *("recompute_hidden_seconds", "recompute_exposed_seconds", "wait_activation_seconds", "wait_gradient_seconds"),
-    *("fill_seconds", "drain_seconds", "imbalance_seconds", "reduce_exposed_seconds"),
-    *("host_seconds", "handover_seconds", "machine_seconds", "wait_copy_seconds"),
-)
 _OF_REPORT = ("peak_activation_bytes", "peak_reserved_bytes", "communicator_bytes")
 
 
@@ -214,6 +205,10 @@ class StepMetrics:
     wait_copy_seconds: PerRank = ()
     skipped: bool = False  # whether the step was left out: the weights did not change
     phase: int | None = None  # its phase, from 0; None: the run has none
+
+
+# Figures per rank that have the same name in the breakdown of a rank, and in a line of metrics.jsonl.
+_OF_BREAKDOWN = {field.name for field in fields(RankBreakdown)} & {field.name for field in fields(StepMetrics)}
 
 
 def perplexity_of(loss: float | None) -> float | None:

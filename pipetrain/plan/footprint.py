@@ -306,12 +306,9 @@ class Footprint:
             if op.kind.row.lane is Lane.RECV:
                 yield event.end, self.parts[op.stage][0].input
                 yield forward.start, -self.parts[op.stage][0].input
-            elif not self._saves_output(schedule, op):
+            elif not ((op.stage, op.microbatch) in schedule.kept and self._layers[op.stage][-1].saves_output):
                 made = forward.end
                 # However fast the link is, it is on its way when the next op of the rank begins.
                 following = ends[min(bisect.bisect_right(ends, made), len(ends) - 1)]
                 yield made, self._outputs[op.stage]
                 yield max(event.end, following, made + _SENDING), -self._outputs[op.stage]
-
-    def _saves_output(self, schedule: Schedule, op: Op) -> bool:
-        return (op.stage, op.microbatch) in schedule.kept and self._layers[op.stage][-1].saves_output

@@ -341,8 +341,8 @@ class _Pricing:
         """Raises:
         ValueError: no set goes to host memory, or those of all microbatches in flight may take more of it than there is.
         """
-        limits, allowed = choice.limits or (choice.num_microbatches,) * choice.num_stages, self.problem.host_bytes
-        needed = max(int(size * limit) for size, limit in zip(costs.set_bytes, limits))
+        allowed = self.problem.host_bytes
+        needed = max(int(size * limit) for size, limit in zip(costs.set_bytes, choice.in_flight))
         if allowed is not None and needed > allowed:
             raise ValueError(
                 f"recompute.offload={choice.offload}: a rank may need {needed} bytes of host memory, and recompute.host_bytes allows {allowed}; "
@@ -372,9 +372,8 @@ class _Pricing:
         held = self.footprint(choice, policy)
         if schedule is not None:
             return held.of_schedule(schedule)
-        limits = choice.limits or (choice.num_microbatches,) * choice.num_stages
         places = None if choice.mode is Mode.NEVER else [policy.places_of(s) or 1 for s in range(choice.num_stages)]
-        return held.of_limits(limits, places)
+        return held.of_limits(choice.in_flight, places)
 
     def profile(self, choice: Choice) -> Profile:
         samples = -(-self.problem.batch // (choice.num_replicas * choice.num_microbatches))
@@ -426,7 +425,6 @@ def _work(choice: Choice) -> float:
     """The work of a choice: stages x microbatches, more with parts, and more if a schedule is made for each pattern of kept sets."""
     parts = sum(choice.parts(stage) for stage in range(choice.num_stages)) / choice.num_stages
     ops = 1 if choice.mode is Mode.NEVER else (1 + 2 * parts) / 3
-    making = 1
     if choice.schedule == AUTO:
         making = 1 if choice.offload is Offload.NONE else _OF_COPYING
     else:
@@ -459,9 +457,8 @@ def _within(starts: Sequence[Choice], share: float) -> Iterator[Choice]:
 
 
 def _by_rule(choice: Choice, policy: RecomputePolicy, costs: Costs) -> tuple[OrderProblem, ListRule]:
-    limits = choice.limits or (choice.num_microbatches,) * choice.num_stages
     problem = OrderProblem(costs, choice.num_microbatches, policy, split_backward=choice.split)
-    return problem, ListRule(limits, choice.prefers)
+    return problem, ListRule(choice.in_flight, choice.prefers)
 
 
 def keys_of(choice: Choice, problem: PlanProblem, profile_key: str | None) -> dict[str, str]:

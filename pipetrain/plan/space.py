@@ -88,6 +88,11 @@ class Choice:
     def stage_ranks(self) -> tuple[int, ...]:
         return stage_ranks_of("v" if self.schedule == "zbv" else "loop", self.num_stages, self.num_ranks)
 
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """The most microbatches in flight per stage."""
+        return self.limits or (self.num_microbatches,) * self.num_stages
+
     def parts(self, stage: int) -> int:
         """In how many parts a stage is recomputed."""
         if isinstance(self.segments, int):
@@ -282,8 +287,7 @@ def _fitting(choice: Choice) -> Choice:
     """With no more slots than its stages can use."""
     if choice.slots is None:
         return choice
-    most = choice.limits or (choice.num_microbatches,) * choice.num_stages
-    slots = (max(1, min(own, most[stage] * choice.parts(stage))) for stage, own in enumerate(choice.slots))
+    slots = (max(1, min(own, choice.in_flight[stage] * choice.parts(stage))) for stage, own in enumerate(choice.slots))
     return replace(choice, slots=tuple(slots))
 
 

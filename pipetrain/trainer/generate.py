@@ -65,7 +65,8 @@ def generate(config: RunConfig, plan: Plan, weights: Path, asked: Asked, write: 
             Snapshot(weights, checked=True).restore_weights(pipeline)
         else:
             load_weights(weights, pipeline, spec)
-        writer = _Writer(tokenizer, shown, asked.stop, write if pipeline.rank == 0 else _nowhere)
+        # The other ranks know the text, and nobody reads it there.
+        writer = _Writer(tokenizer, shown, asked.stop, write if pipeline.rank == 0 else lambda _: None)
         writer.begin()
         pipeline.generate(
             prompts,
@@ -191,7 +192,3 @@ class TextStream:
             self._line.clear()
             self._shown = 0
         return new
-
-
-def _nowhere(text: str) -> None:
-    """The other ranks know the text, and nobody reads it there."""

@@ -25,7 +25,6 @@ from pipetrain.monitor.residuals import measure_costs
 from pipetrain.plan.plan import make_plan
 from pipetrain.plan.profile import HostLink, Link, Links
 from pipetrain.runtime.pipeline import Pipeline
-from pipetrain.schedule.costs import Costs
 
 _SMALL, _LARGE = 1 << 10, 1 << 22  # bytes of a message
 _MICROBATCHES, _STEPS = 8, 4
@@ -81,10 +80,9 @@ def _hops(pipeline: Pipeline, size: int) -> list[float]:
         report = pipeline.gather_report()
         if step and report is not None:  # the first announces shapes
             steps.append(report.timelines)
-    return _both_ways(measure_costs(pipeline.plan.num_stages, steps)) if steps else []
-
-
-def _both_ways(costs: Costs) -> list[float]:
+    if not steps:
+        return []
+    costs = measure_costs(pipeline.plan.num_stages, steps)
     return [statistics.fmean(pair) for pair in zip(costs.hop_forward, costs.hop_backward)]
 
 

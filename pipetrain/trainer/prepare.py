@@ -45,7 +45,7 @@ from pipetrain.plan.world import world_of
 from pipetrain.schedule.check import check, check_calls
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import order_of_csv
-from pipetrain.schedule.families import AUTO, FAMILIES, Generator
+from pipetrain.schedule.families import AUTO, FAMILIES
 from pipetrain.schedule.make import make
 from pipetrain.schedule.policy import OFF, Mode, RecomputePolicy
 from pipetrain.schedule.reduce import with_reduces
@@ -55,7 +55,6 @@ from pipetrain.schedule.search.list_order import Effort
 from pipetrain.schedule.search.search import FoundSchedule, best_schedule
 from pipetrain.schedule.simulate import simulate
 
-_BYTES = 256  # tokens of data.tokenizer=byte
 _SAMPLES = "data.global_batch_size / (parallel.num_replicas * pipeline.num_microbatches)"
 _NO_WORK_OF_LAYERS = ("revision", "weights")  # keys of the model that no time of a layer depends on
 
@@ -236,18 +235,10 @@ def predict_mesh(config: RunConfig, schedule: Schedule) -> tuple[Mesh, str]:
 def _held(config: RunConfig, schedule: Schedule, num_replicas: int) -> tuple[Plan, Holds, str]:
     """Where the layers are, what they hold and what goes between them; and what of it is not known."""
     length = config.data.sequence_length
-    plan = make_plan(
-        size_of(config.model, sequence_length=length).num_layers,
-        num_microbatches=schedule.num_microbatches,
-        num_replicas=num_replicas,
-        balance=config.pipeline.balance,
-        work=size_of(config.model, sequence_length=length).flops_per_layer,
-        placement=schedule.stage_ranks,
-    )
-    plan, _ = _balanced(config, plan, size_of(config.model, sequence_length=length))
+    size = size_of(config.model, sequence_length=length)
+    plan = _plan_on(config, schedule.stage_ranks, size, schedule.num_microbatches, num_replicas)
     check_samples(config, num_replicas)
-    vocabulary = _BYTES if config.data.tokenizer == "byte" else None
-    size = size_of(config.model, vocabulary_size=vocabulary, sequence_length=length)
+    size = size_of(config.model, vocabulary_size=known_vocabulary(config), sequence_length=length)
     slices = num_replicas * schedule.num_microbatches
     fewest, longer = divmod(config.data.global_batch_size, slices)
     held = Holds(
@@ -264,6 +255,26 @@ def _held(config: RunConfig, schedule: Schedule, num_replicas: int) -> tuple[Pla
     if size.parameters_per_layer is None:
         unknown = f"the vocabulary is the tokenizer's (data.tokenizer={config.data.tokenizer}); set model.vocab_size to its size"
     return plan, held, unknown
+
+
+def _plan_on(
+    config: RunConfig, stage_ranks: tuple[int, ...], size: ModelSize, num_microbatches: int, num_replicas: int = 1
+) -> Plan:
+    """Where the layers are, for stages on these ranks."""
+    plan = make_plan(
+        size.num_layers,
+        num_microbatches=num_microbatches,
+        num_replicas=num_replicas,
+        balance=config.pipeline.balance,
+        work=size.flops_per_layer,
+        placement=stage_ranks,
+    )
+    return _balanced(config, plan, size)[0]
+
+
+def known_vocabulary(config: RunConfig) -> int | None:
+    """The tokens of data.tokenizer=byte; None: another tokenizer's are not known without its file."""
+    return 256 if config.data.tokenizer == "byte" else None
 
 
 def number_bytes_of(config: RunConfig) -> NumberBytes | None:
@@ -290,14 +301,7 @@ def _costs_shown(config: RunConfig, stage_ranks: tuple[int, ...]) -> tuple[Costs
     if not knows_layers and not (policy.in_parts and isinstance(policy.segments, str)):
         return costs_of(alike), policy
     size = size_of(config.model, sequence_length=config.data.sequence_length)
-    plan = make_plan(
-        size.num_layers,
-        num_microbatches=config.pipeline.num_microbatches,
-        balance=config.pipeline.balance,
-        work=size.flops_per_layer,
-        placement=stage_ranks,
-    )
-    balance = _balanced(config, plan, size)[0].balance
+    balance = _plan_on(config, stage_ranks, size, config.pipeline.num_microbatches).balance
     return costs_of(balance if knows_layers else alike), _in_parts(config, balance, size)
 
 
@@ -425,8 +429,10 @@ def _refuse_profile_without_layers(config: RunConfig) -> None:
 
 
 def _spec(config: RunConfig, stage_ranks: tuple[int, ...], policy: RecomputePolicy) -> ScheduleSpec:
+    given = config.pipeline.schedule  # or the function that it names
+    is_ours = given in (*FAMILIES, AUTO) or given.endswith(".csv") or not is_extension(given, SCHEDULES)
     return ScheduleSpec(
-        family=_family(config.pipeline.schedule),
+        family=given if is_ours else load_extension("pipeline.schedule", given, SCHEDULES),
         stage_ranks=stage_ranks,
         num_microbatches=config.pipeline.num_microbatches,
         policy=policy,
@@ -434,12 +440,6 @@ def _spec(config: RunConfig, stage_ranks: tuple[int, ...], policy: RecomputePoli
         warmup=config.pipeline.warmup,
         transport_ahead=config.transport.prefetch,
     )
-
-
-def _family(given: str) -> str | Generator:
-    """`pipeline.schedule`, or the function that it names."""
-    is_ours = given in (*FAMILIES, AUTO) or given.endswith(".csv") or not is_extension(given, SCHEDULES)
-    return given if is_ours else load_extension("pipeline.schedule", given, SCHEDULES)
 
 
 def policy_of(config: RunConfig) -> RecomputePolicy:

@@ -95,17 +95,12 @@ def in_files(own: Mapping[str, Tensor], files: Path) -> Mapping[str, Tensor]:
     return HfNames(model_parts(empty_model(find_source(str(files))))).to_file(own)
 
 
-def keep_files(source: HfSource, folder: Path, tokenizer: Path | None = None) -> None:
-    """What `export` and `generate` need of a model besides weights, copied into the run folder: the source may be gone by then.
-
-    `tokenizer`: a folder with another one, which the data were made with.
-    """
+def keep_files(source: HfSource, folder: Path) -> None:
+    """What `export` and `generate` need of a model besides weights, copied into the run folder: the source may be gone by then."""
     folder.mkdir(parents=True, exist_ok=True)
-    others = () if tokenizer is None else HfSource(str(tokenizer), tokenizer, {}).beside_weights
-    for path in (source.folder / CONFIG, *source.beside_weights, *others):
-        if path.name != "generation_config.json" or path.parent == source.folder:
-            with draft_beside(folder / path.name) as draft:
-                shutil.copyfile(path, draft)
+    for path in (source.folder / CONFIG, *source.beside_weights):
+        with draft_beside(folder / path.name) as draft:
+            shutil.copyfile(path, draft)
 
 
 def check_out(out: Path) -> None:

@@ -73,15 +73,12 @@ class HfSource:
                 return dict.fromkeys(opened.keys(), single)
         if not index.is_file():
             raise ValueError(f"model.path={self.name}: {self._no_weights()}")
-        names = self._indexed()
-        if outside := next((file for file in names.values() if Path(file).name != file), None):
-            raise ValueError(f"model.path={self.name}: {INDEX} names {outside!r}, which is not in its folder")
         if missing := self.missing_files():
             raise ValueError(
                 f"model.path={self.name}: {missing[0]} is missing in {self.folder} (and {len(missing) - 1} more that "
                 f"{INDEX} names): bring the whole model there"
             )
-        return {name: self.folder / file for name, file in names.items()}
+        return {name: self.folder / file for name, file in self._indexed().items()}
 
     @property
     def beside_weights(self) -> tuple[Path, ...]:
@@ -94,18 +91,10 @@ class HfSource:
         return [file for file in dict.fromkeys(names) if not (self.folder / file).is_file()]
 
     def _indexed(self) -> dict[str, str]:
-        """The name of the file of each weight, as the index has it."""
         try:
-            names: dict[str, str] = fitted(dict[str, str], _read_json(self.folder / INDEX, self.name).get("weight_map"))
-        except DamagedFile:
-            raise
-        except ValueError:
-            names = {}
-        if not names:
-            raise ValueError(
-                f"model.path={self.name}: {self.folder / INDEX} has no weight_map: it is no index of weights"
-            )
-        return names
+            return indexed_files(self.folder / INDEX, BRING)
+        except DamagedFile as error:
+            raise ValueError(f"model.path={self.name}: {error}") from error
 
     def _no_weights(self) -> str:
         if any(self.folder.glob("*.bin")) or any(self.folder.glob("*.pth")):
@@ -114,6 +103,20 @@ class HfSource:
                 "save it once more with save_pretrained of transformers"
             )
         return f"{self.folder} has neither {WEIGHTS} nor {INDEX}; model.weights=random starts without"
+
+
+def indexed_files(index: Path, todo: str) -> dict[str, str]:
+    """The name of the file of each weight, as an index of safetensors files has it. Raises DamagedFile: it is none, or names a file elsewhere."""
+    found = read_object(index, todo).get("weight_map")
+    if not found:
+        raise DamagedFile(index, "it has no weight_map", todo)
+    try:
+        names: dict[str, str] = fitted(dict[str, str], found)
+    except ValueError as error:
+        raise DamagedFile(index, f"its weight_map: {error}", todo) from error
+    if outside := next((file for file in names.values() if Path(file).name != file), None):
+        raise DamagedFile(index, f"it names {outside!r}, which is not in its folder", todo)
+    return names
 
 
 def find_source(path: str, revision: str | None = None) -> HfSource:
@@ -140,7 +143,10 @@ def find_source(path: str, revision: str | None = None) -> HfSource:
     for file in folder.iterdir():  # others read them, who would wait for a pipe
         if not file.is_dir():
             check_regular(file, BRING)
-    return HfSource(path, folder.absolute(), _read_json(folder / CONFIG, path))
+    try:
+        return HfSource(path, folder.absolute(), read_object(folder / CONFIG, BRING))
+    except DamagedFile as error:
+        raise ValueError(f"model.path={path}: {error}") from error
 
 
 def check_loadable(source: HfSource) -> None:
@@ -258,10 +264,3 @@ def _download(name: str, revision: str | None, files: list[str]) -> None:
 def reason_of(error: BaseException) -> str:
     """What an error of a library says, or its kind where it says nothing."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _read_json(path: Path, name: str) -> dict[str, Any]:
-    try:
-        return read_object(path, BRING)
-    except DamagedFile as error:
-        raise ValueError(f"model.path={name}: {error}") from error

@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from pipetrain.config.read_files import fitted
 from pipetrain.config.terminal import printable
 from pipetrain.monitor.breakdown import RankBreakdown
 from pipetrain.monitor.draw.drawing import CAUSES, drawing_data, panel_of
@@ -36,22 +37,6 @@ class Section:
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "tables": [{**asdict(table), "left": sorted(table.left)} for table in self.tables]}
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> Section:
-        """Raises:
-        ValueError, KeyError, TypeError: no section.
-        """
-        tables = tuple(
-            Table(
-                list(map(str, one["head"])),
-                [list(map(str, row)) for row in one["rows"]],
-                frozenset(map(int, one["left"])),
-                [(str(name), str(words)) for name, words in one["words"]],
-            )
-            for one in values["tables"]
-        )
-        return Section(str(values["title"]), tuple(map(str, values["text"])), tables)
 
 
 def page(title: str, *parts: str, live: bool = False) -> str:
@@ -87,7 +72,7 @@ def run_page(values: Mapping[str, Any], charts: Any, *, above: Sequence[Section]
     """
     title = str(values["title"])
     data = drawing_data(values["fixed"], values["steps"], stages=values["stages"], charts=charts)
-    sections = [*above, *map(Section.from_json, values["sections"])]
+    sections = [*above, *(fitted(Section, one) for one in values["sections"])]
     return page(title, heading(title, level=1), drawing(data), tables_html(sections), live=live)
 
 
@@ -244,7 +229,9 @@ _SCHEDULE_WORDS = {
 
 def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
     """A line per rank: busy seconds, the bubble by cause, R hidden and exposed, most sets alive."""
-    causes = _causes_in(breakdown)
+    rare = ("reduce", "copy", "host", "hand-over", "machine")  # these only if they occur
+    found = {head for head in rare if any(getattr(rank, CAUSES[head][0]) > 0 for rank in breakdown)}
+    causes = {head: cause for head, cause in CAUSES.items() if head in found or head not in rare}
     head = ["rank", "busy", *causes, "R hidden", "R exposed", "peak sets"]
     rows = [
         [
@@ -273,10 +260,3 @@ def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
 def _or_zero(seconds: float, rank: RankBreakdown) -> float:
     """`seconds`, or 0 for a rounding error."""
     return seconds if seconds > 1e-12 * (rank.busy_seconds + rank.bubble_seconds) else 0.0
-
-
-def _causes_in(breakdown: Sequence[RankBreakdown]) -> dict[str, tuple[str, str, str, str]]:
-    """All causes, but rare ones only if they occur."""
-    rare = ("reduce", "copy", "host", "hand-over", "machine")
-    found = {head for head in rare if any(getattr(rank, CAUSES[head][0]) > 0 for rank in breakdown)}
-    return {head: cause for head, cause in CAUSES.items() if head in found or head not in rare}
