@@ -1,6 +1,6 @@
 """Losses that layers add to the loss of their microbatch (`pipetrain.add_loss`): they go with the output, from stage to stage, to the loss.
 
-stage 0   a0, the sum of its losses    leaves the stage as one more tensor of its output, so its gradient comes back as any other's
+stage 0   a0, the sum of its losses    leaves the stage as one more output tensor, so its gradient comes back like any other
 stage 1   a0 + a1
 last      loss_fn(...) + (a0 + a1)     times the weight of the microbatch
 """
@@ -24,23 +24,24 @@ _CALLS = frozenset({nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.
 
 
 def add_loss(loss: Tensor) -> None:
-    """Add `loss` to the loss of the microbatch that runs, in the forward of any layer of a pipeline: the load balance of experts, say.
+    """In the forward of any layer of a pipeline, add `loss` to its microbatch's loss, for example for the load balance of experts.
 
-    It has the weight of `loss_fn`'s loss of that microbatch; the loss that `step` and `evaluate` return contains it on every rank, and its
-    gradient is back-propagated. Losses are summed in the order of the layers and of their calls, and the sum is added to that of `loss_fn`.
-    It has no effect in a recompute, in the call of a pipeline, and in a module that is used as plain torch.
+    It is multiplied by the weight of its microbatch, as the loss of `loss_fn` is; the loss that `step` and `evaluate` return contains it on
+    every rank, and its gradient is back-propagated. Losses are summed in the order of the layers and of their calls, and the sum is added
+    to the loss of `loss_fn`. A call has no effect in a recompute, when the pipeline is called without a loss, and in a module used as plain
+    torch.
 
     Args:
         loss: 0-dim, of a floating-point dtype, on the layer's device; in a step it needs a gradient.
 
     Raises:
-        ValueError: any other tensor.
+        ValueError: `loss` is not such a tensor, or needs no gradient in a step.
         RuntimeError: no forward of a module runs.
     """
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         found = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ValueError(f"add_loss was given {found}: give a 0-dim floating-point tensor, such as aux.mean()")
-    is_compiling = torch.compiler.is_compiling()  # if so, checks that it cannot trace are left out
+    is_compiling = torch.compiler.is_compiling()  # if so, leave out the checks that torch.compile cannot trace
     if not is_compiling and torch._C._current_graph_task_id() != -1:
         return  # torch.utils.checkpoint runs a forward again, in its backward
     in_force = _IN_FORCE.get()
@@ -48,12 +49,13 @@ def add_loss(loss: Tensor) -> None:
         if in_force.needs_gradient and not loss.requires_grad:
             raise ValueError(
                 "add_loss was given a loss that needs no gradient: detach(), item() and torch.no_grad() cut it off, or all that it is "
-                "made from is frozen; leave it out there"
+                "made from is frozen. In that case do not call add_loss"
             )
         in_force.of_layer.append(loss.clone())  # the layer may change its own tensor later
     elif not is_compiling and not _is_in_a_module():
         raise RuntimeError(
-            "add_loss was called outside of a forward: call it in the forward of a layer of the pipeline; in loss_fn, add to what it returns"
+            "add_loss was called outside of a forward: call it in the forward of a layer of the pipeline; in loss_fn, add the term to "
+            "the returned loss"
         )
 
 

@@ -3,8 +3,8 @@
 A matrix product saves the cast of its weight for backward. If each R made its own cast, each set would hold the weights of its stage
 a second time.
 
-    trained   autocast casts a weight once and keeps the cast until the outermost autocast ends. R reads the cast of F: R waits for the
-              stream of F, which wrote it, and its memory is not freed before the step ends.
+    trained   autocast casts a weight once and keeps the cast until the outermost autocast ends. R reads the cast of F: R waits for
+              F's stream, and the cast is freed only after the step.
     frozen    autocast casts the weight at each use. Here the first F of a step makes the cast, and later uses get it instead of the
               weight. The step frees it at its end, so a weight that changes between steps is cast again.
 """
@@ -24,7 +24,7 @@ from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.tensor_copies import is_dense, storage_key
 
 # Functions, as layers call them, that autocast runs in low precision on every device. None changes a weight or returns a view of it.
-# Whatever else multiplies by a frozen weight (an einsum, nn.MultiheadAttention) casts as it would without us.
+# Other products with a frozen weight (an einsum, nn.MultiheadAttention) cast it at each use, as plain autocast does.
 _CASTING = frozenset((
     F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d,
     torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm,
@@ -41,7 +41,7 @@ class WeightCasts:
         self._meter = meter
         self._of_trained: dict[int, StorageWeakRef] = {}  # by the weight's identity
         self._frozen: dict[int, Mapping[int, Tensor]] = {}  # layer -> id of a weight that is cast once -> weight
-        # By the weight's identity: its version, its address and its cast.
+        # (identity of a weight, dtype) -> its version, its address and its cast.
         self._of_frozen: dict[tuple[int, torch.dtype], tuple[int, int, Tensor]] = {}
         self._left_out: set[int] = set()
         self._is_stale = False
@@ -53,7 +53,7 @@ class WeightCasts:
     # Trained ------------------------------------------------------------------------------------------------------
 
     def see(self, saved: Tensor) -> None:
-        """F saves this for backward: the meter does not count a cast that autocast keeps."""
+        """Called for each tensor that F saves. The meter does not count it if it is a weight's cast that autocast keeps."""
         weight = self._weight_cast_in(saved)
         if weight is not None:
             new = StorageWeakRef(saved.untyped_storage())  # type: ignore[no-untyped-call]
@@ -74,20 +74,20 @@ class WeightCasts:
             self._is_stale = False
 
     def _weight_cast_in(self, saved: Tensor) -> Tensor | None:
-        """The weight whose cast `saved` is, or is a view of."""
+        """The weight of which `saved` is the cast, or a view of the cast."""
         if saved.dtype is not torch.get_autocast_dtype(self._device):
             return None
         node = saved.grad_fn if saved._base is None else saved._base.grad_fn
         if node is None or node.name() != "ToCopyBackward0":
             return None
-        return getattr(node.next_functions[0][0], "variable", None)  # AccumulateGrad has one
+        return getattr(node.next_functions[0][0], "variable", None)  # only AccumulateGrad has `variable`
 
     # Frozen -------------------------------------------------------------------------------------------------------
 
     def once(self, number: int, call: Callable[[Any], Any], *, make: bool) -> Callable[[Any], Any]:
         """Wrap `call`, which runs a layer: it gets casts of frozen weights, made once per step. With `make=False` it gets only those that exist."""
         if number not in self._frozen:
-            own = self._layers[number : number + 1]  # empty: it is the loss
+            own = self._layers[number : number + 1]  # empty for the loss
             weights = [weight for layer in own if not has_compiled(layer) for weight in layer.parameters()]
             self._frozen[number] = {
                 id(weight): weight
@@ -106,7 +106,7 @@ class WeightCasts:
         return run
 
     def cast(self, weight: Tensor, *, make: bool) -> Tensor:
-        """The cast of a weight, as autocast makes it; without one, and without `make`, the weight itself."""
+        """The cast of a weight, as autocast makes it. If there is none yet and `make` is False, the weight itself."""
         dtype = torch.get_autocast_dtype(self._device)
         version, address, cast = self._of_frozen.get((id(weight), dtype), (-1, 0, weight))
         if version == weight._version and address == weight.data_ptr() and not cast._version:
@@ -152,5 +152,5 @@ class _CastOnce(TorchFunctionMode):
 
 
 def has_compiled(layer: nn.Module) -> bool:
-    """Whether torch.compile runs a part of it: compiled code casts as it was compiled."""
+    """Whether torch.compile runs a part of it: compiled code keeps the casts that it was compiled with."""
     return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in layer.modules())

@@ -19,16 +19,15 @@ if TYPE_CHECKING:
 class Gate(torch.autograd.Function):
     """Where a received tensor enters the graph of its stage, and where its gradient is picked up.
 
-    Not a leaf with `.grad`: accumulation may rewrite the strides of the gradient, which changes later sums by a bit, and the
-    first layer could not change a leaf in place. `anchor` makes the output require a gradient; the
-    tensor itself is not held by the graph.
+    A leaf with `.grad` would not do: accumulation may change the gradient's strides, and thus a last bit, and no layer may change a leaf in
+    place. `anchor` makes the output require a gradient; the tensor itself is not held by the graph.
     """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor, sink: dict[int, Tensor], leaf: int) -> Tensor:  # noqa: ARG004
         ctx.set_materialize_grads(False)
         ctx.sink, ctx.leaf = sink, leaf
-        # Not the tensor itself, nor a view: if a Function returns its input, autograd forbids in-place changes of it.
+        # Return `.data`: if a Function returns its input or a view, autograd forbids in-place changes.
         return tensor.data
 
     @staticmethod
@@ -38,7 +37,7 @@ class Gate(torch.autograd.Function):
         return None, None, None, None
 
 
-# `Gate.apply` without its check for transforms of torch.func, of which none is in force around a stage: half of the time.
+# `Gate.apply` without its check for torch.func, which never runs around a stage. It takes half as long.
 _apply = super(torch.autograd.Function, Gate).apply
 
 
@@ -48,8 +47,9 @@ def through_gate(anchor: Tensor, tensor: Tensor, sink: dict[int, Tensor] | None 
 
 
 class Entered(NamedTuple):
-    """One tensor, and its version when it entered. `fixed`: why it may not change; empty: it may. `before` is a copy of it, or the leaf that it
-    was cloned from: it shows changes through `.data`, which versions miss. `is_clone`: a clone of a leaf, unless `fixed`."""
+    """One tensor, and its version when it entered. `fixed`: why it may not change; empty: it may. `before`: a copy of the tensor, or the
+    leaf from which it was cloned; a comparison shows changes through `.data`, which versions miss. `is_clone`: the tensor is a clone of a
+    leaf; ignored if `fixed`."""
 
     tensor: Tensor
     version: int
@@ -59,7 +59,7 @@ class Entered(NamedTuple):
 
 
 class Entry:
-    """The entry of one stage: its layers get a clone of the input once they are known to change it in place, because R reads the input again.
+    """The entry of one stage: if its layers are known to change the input in place, they get a clone, because R reads the input again.
     `title` names the stage in an error, `name_of` its layers up to the `last`."""
 
     def __init__(self, anchor: Tensor, title: str, name_of: Callable[[int], str], last: int, has_loss: bool) -> None:
@@ -73,11 +73,11 @@ class Entry:
         """The input tree for the first layer, and the tensors that `check` examines after the last layer. `recomputed`: an R reads the
         input again. `clone`: clone the leaves, whether or not layers are known to change them."""
         clones = clone or ((recomputed or given.is_shared) and self._clones) or (given.is_shared and not self._is_known)
-        # A change through .data is looked for where the layers get a clone for the first time.
+        # Look for changes through .data in the first run, and when the layers get their first clone.
         look = not self._is_known or (clones and not self._clones)
         is_read_again = recomputed or given.is_shared
         leaves, watched = list(given.leaves), list[Entered]()
-        by_leaf: dict[int, Tensor] = {}  # given tensor -> what enters; one may be several leaves
+        by_leaf: dict[int, Tensor] = {}  # given tensor -> the tensor that enters; several leaves may be one tensor
         for number, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
                 continue
@@ -125,7 +125,7 @@ _TARGET_READ_AGAIN = "leaf {} of its target, which loss_fn gets a second time wh
 
 
 class Passed(NamedTuple):
-    """A copy of the output of a layer that no R runs, with which R goes on: the leaves of its tree, and which of them need a gradient."""
+    """R continues with this copy of a kept layer's output: the leaves of its tree, and which of them need a gradient."""
 
     leaves: list[Any]
     requires_grad: list[bool]
@@ -140,7 +140,7 @@ class Passed(NamedTuple):
         return Passed([copies.get(id(leaf), leaf) for leaf in leaves], requires_grad, spec)
 
     def again(self, anchor: Tensor) -> Any:
-        """As the input of the next layer in R. What autograd saves depends on which inputs need a gradient."""
+        """The copy as the next layer's input in R. What autograd saves depends on which inputs need a gradient."""
         pairs = zip(self.leaves, self.requires_grad)
         leaves = [through_gate(anchor, leaf) if requires_grad else leaf for leaf, requires_grad in pairs]
         return pytree.tree_unflatten(leaves, self.spec)

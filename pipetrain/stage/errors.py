@@ -27,7 +27,7 @@ class LayerRefused(RuntimeError):
 
 
 class StateChanged(RuntimeError):
-    """A forward changes a buffer, a parameter or a module, so that a later R or B would read another value than F."""
+    """A forward changes a buffer, a parameter or a module, so that a later R or B would read another value than F did."""
 
 
 LOSS_WITHOUT_GRADIENT = (
@@ -55,14 +55,14 @@ def refuse_gradient_inside(
     error: BaseException | None = None,
     cut_before: tuple[str, str, str] | None = None,
 ) -> None:
-    """Raise LayerRefused if a layer raised `error`, or computed wrongly, because it took a gradient in its forward. `cut_before`: if the input has
-    a gradient, the title of the stage or part, the word for it, and what to do about the cut before it."""
+    """Raise LayerRefused if a layer raised `error`, or computed wrongly, because it took a gradient in its forward. `cut_before`, if the
+    input has a gradient: the title of the stage or part, `stage` or `part`, and advice for the cut."""
     name = name_of(layer)
     if late.wanted is not None and (late.wanted != layer or layer in late.free):
         raise LayerRefused(
-            f"{name} takes a gradient through {name_of(late.wanted)} inside its forward, whose saved tensors were not "
-            "kept: with recompute.verify=first (the default) a layer that does so from its first microbatch on is known in "
-            "time; else use recompute.mode=never"
+            f"{name} takes a gradient through {name_of(late.wanted)} inside its forward, but the saved tensors of that layer were not "
+            "kept: recompute.verify=first (the default) keeps a layer that does so in its first microbatch; for any other use "
+            "recompute.mode=never"
         ) from None
     is_refused = late.wanted is not None or late.hooks_refused or (error is not None and refuses_hooks(error))
     if is_refused and layer not in late.free:
@@ -73,8 +73,8 @@ def refuse_gradient_inside(
     if cut_before is not None and isinstance(error, RuntimeError) and _NOT_IN_THE_GRAPH in str(error):
         title, kind, instead = cut_before
         raise LayerRefused(
-            f"{name} takes a gradient inside its forward of what is not in the graph of {title}: "
-            f"where it goes through a layer of the {kind} before, {instead}"
+            f"{name} takes, inside its forward, a gradient with respect to a tensor outside of the graph of {title}: "
+            f"if the gradient goes through a layer of the previous {kind}, {instead}"
         ) from error
 
 
@@ -90,7 +90,7 @@ def saved_changed(where: str, shape: torch.Size, when: str, by: str = "") -> Sav
 
 
 def changed_node(roots: Iterable[GradientEdge]) -> Node | None:
-    """The first node below `roots` with a saved tensor that was changed in place, in a graph without hooks that no backward has freed."""
+    """The first node below `roots` with a saved tensor that was changed in place, in a graph that has no hooks and is not freed yet."""
     todo, walked = [root.node for root in roots], set[Node]()
     while todo:
         node = todo.pop()
@@ -101,7 +101,7 @@ def changed_node(roots: Iterable[GradientEdge]) -> Node | None:
             if name.startswith("_saved_") or name == "saved_tensors":
                 try:
                     getattr(node, name)
-                except RuntimeError as error:  # with another text: the backward has freed it
+                except RuntimeError as error:  # any other text says that the backward has freed the node
                     if _CHANGED_IN_PLACE in str(error):
                         return node
         todo.extend(following for following, _ in node.next_functions if following is not None)

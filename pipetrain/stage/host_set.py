@@ -1,13 +1,14 @@
 """The set of one microbatch that goes to host memory after F and comes back before B.
 
     F        fills the slots, as for a kept set
-    OFFLOAD  has each storage copied once into the host's memory, and empties its slots
-    RELOAD   has it copied into new memory, and fills the same slots with the same views of it
+    OFFLOAD  asks for one copy of each storage into host memory, and empties the slots
+    RELOAD   asks for the copies back into new device memory, and fills the slots with views of it
     B        reads the slots, as ever
 
-The copies may end later. Until then the caller holds what they read; the caller also lets B wait for the copies of RELOAD.
+The copies may end after OFFLOAD or RELOAD returns. Until then the caller holds the tensors that they read; it also makes B wait for the
+copies of RELOAD.
 
-Parameters and their casts stay on the device, and tensors without plain bytes (sparse, nested, quantized, subclasses). So do
+Parameters, their casts, and tensors without plain bytes (sparse, nested, quantized, subclasses) stay on the device. So do
 storages below 64 KiB, whose copies would cost more than their memory is worth, and storages that others hold too, such as the
 batch of which a microbatch is a slice.
 """
@@ -29,11 +30,11 @@ Copy = Callable[[Tensor, Tensor], None]  # (target, source), both bytes
 Allocate = Callable[[int], UntypedStorage]
 
 LEAST_BYTES = SMALL_BYTES  # of a storage that is copied
-_ALIGNMENT = 64  # bytes; of a storage's beginning in the host's memory: whatever its dtype, and a cache line
+_ALIGNMENT = 64  # bytes: the alignment of each storage in host memory; enough for any dtype, and a cache line
 
 
 class _View(NamedTuple):
-    """How a slot saw its storage: the same tensor can be made of a copy."""
+    """The view that a slot's tensor is of its storage, so that it can be made again from a copy."""
 
     slot: Slot
     dtype: torch.dtype
@@ -83,7 +84,7 @@ class HostSet:
     def leave(self, memory: Tensor, copy: Copy) -> list[Any]:
         """OFFLOAD: asks for the copies into `memory` (uint8, on the host), and empties the slots.
 
-        Returns what the caller holds until the copies have ended; the meter counts it until then.
+        Returns objects that the caller must hold until the copies have ended, so that their memory stays and is counted.
 
         Raises:
             SavedTensorChanged: a tensor was changed in place since F saved it.
@@ -121,7 +122,7 @@ class HostSet:
 
 
 def _has_plain_bytes(tensor: Tensor) -> bool:
-    """Whether the bytes of a tensor's storage, and its strides, are all of it."""
+    """Whether the bytes of a storage, which is large enough to be copied, and the strides determine the tensor."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and is_dense(tensor)

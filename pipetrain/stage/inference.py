@@ -1,4 +1,4 @@
-"""F of a stage without a graph: an evaluation, the call of a pipeline, and tokens one by one."""
+"""F of a stage without a graph: for `evaluate`, for the call of a pipeline, and for generation token by token."""
 
 from __future__ import annotations
 

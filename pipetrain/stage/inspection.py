@@ -74,7 +74,7 @@ class FirstLook:
         self._inspection = None
         if number in self.stage.free:
             return
-        self._inspection = LayerInspection(self, number, value)  # which does not hold this object: no cycle
+        self._inspection = LayerInspection(self, number, value)  # it does not refer to this object: no cycle
         why = self._inspection.why_kept_ahead()
         self._refuse_backward(number)
         if why is not None:
@@ -95,7 +95,7 @@ class FirstLook:
                 stage.may_hold_outside.discard(number)
             elif held is not None:
                 text = f"{name} holds {held} bytes per microbatch outside of its saved tensors (such as ctx.x = x): recompute cannot free them"
-                self._warn_once("outside", number, f"{text}. In an autograd.Function use ctx.save_for_backward")
+                self._warn_once("outside", number, f"{text}. In an autograd.Function, use ctx.save_for_backward")
         if number in late.reads_from:
             first = late.reads_from[number]
             through = "" if first == number else f"through {stage.name_of(first)} "
@@ -110,7 +110,11 @@ class FirstLook:
         late.keep_whole(set(layers), set(layers if free else ()))
         if not late.keep:
             size = f" ({num_bytes} bytes per microbatch)" if num_bytes else ""
-            whose = f"its saved tensors{size}" if len(layers) == 1 else "the saved tensors of both, and between them,"
+            whose = (
+                f"its saved tensors{size}"
+                if len(layers) == 1
+                else "the saved tensors of these layers and of those between them"
+            )
             self._warn_once("kept", last, f"{why}: {whose} are kept from F to B and not recomputed")
 
     def _warn_once(self, what: str, layer: int, text: str) -> None:
@@ -152,7 +156,7 @@ class LayerInspection:
         self._given = [(leaf, own_traces(leaf)) for leaf in objects]
         self._own, self._outer = own_traces(self._layer), outer_traces(self._layer)
         self._rebinds = rebound_outside(self._layer)  # a copy would rebind it, too
-        # If no R follows, a forward may change frozen weights; a copy must not, so it gets its own.
+        # If no R follows, a forward may change frozen weights. The copy of the layer must not change them, so it gets copies.
         shared = [one for one in stage.state.parameters if one.requires_grad or not look.late.keep]
         # No copy of a layer that reaches outside of itself: the copy would, too.
         self._twin: Any = None if self._rebinds or holds_outside(self._layer) else _twin_of(self._layer, shared)
@@ -165,7 +169,7 @@ class LayerInspection:
     def why_kept_ahead(self) -> str | None:
         """Why the layer's F must run without hooks, if it must."""
         if isinstance(self._layer, torch.jit.ScriptModule):
-            return "is compiled by torch.jit, which makes other code of it after its first runs"
+            return "is compiled by torch.jit, which recompiles it after its first runs"
         if self._twin is None:
             return None
         reads: list[Tensor] = []
@@ -179,7 +183,7 @@ class LayerInspection:
                 self._run(Tensor.detach, read)
         except RefusesHooks:
             return _INSIDE
-        except Exception as error:  # a gradient through earlier layers, say: F itself will raise
+        except Exception as error:  # such as a gradient through earlier layers: F will raise it, too
             return _INSIDE if refuses_hooks(error) else None
         return _INSIDE if reads else None
 
@@ -219,7 +223,7 @@ class LayerInspection:
     def _put_buffers_back(self) -> None:
         """Let the copy read the values that F read."""
         for module, name, buffer, values in self._buffers:
-            if module._buffers.get(name) is buffer:  # R, too, finds a new one as the last F left it
+            if module._buffers.get(name) is buffer:  # a new buffer object of F stays: R finds it, too
                 buffer.data = values.clone()
 
     def _late_buffers(self) -> Look:
@@ -281,7 +285,7 @@ def _refuse(_: Any) -> NoReturn:
 
 @contextmanager
 def _listening_to_functorch() -> Iterator[None]:
-    """In the block RefusesHooks is raised where torch.func disables saved-tensor hooks. A layer may catch torch.func's own error."""
+    """In the block, RefusesHooks is raised where torch.func disables saved-tensor hooks. A layer may catch torch.func's own error."""
 
     def refuse(_: str = "") -> NoReturn:
         raise RefusesHooks

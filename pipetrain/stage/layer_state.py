@@ -28,7 +28,8 @@ from pipetrain.stage.traces import modules_of_the_user
 
 @dataclass
 class Before:
-    """The state before an F. An F that finds out what changes (`learning`) saves all buffers and parameters; any other only what R needs."""
+    """The state before an F. An F that finds out what changes (`learning`) copies all buffers and notes all parameters. Any other F copies
+    what R needs."""
 
     learning: bool
     buffers: TensorCopies
@@ -58,12 +59,12 @@ class LayerState:
         self.seeders: list[Callable[[int], object]] = []  # per layer, a function that seeds; the last: for the loss
         self.watched: list[list[tuple[str, nn.Module]]] = []  # by layer, modules that may have state in attributes
         self.parameters: list[nn.Parameter] = []  # of the layers, as of this step
-        self.sight = 0  # a number for the modules, their modes, and what needs a gradient
+        self.sight = 0  # one number per combination of modules, modes and parameters that need a gradient
         self._sights: dict[tuple[Any, ...], int] = {}
         self._modules: list[nn.Module] = []
         self._modes: list[bool] = []
         self._changing: list[Tensor] = []  # buffers that were found to change
-        self.normal: set[int] = set()  # ids of buffers of normalisation layers, whose changes raise no version
+        self.normal: set[int] = set()  # ids of buffers of normalisation layers: changes raise no version
         self._last_buffers: list[Tensor] = []  # `_copied` and `_watched` were made from these
         self._copied: list[Tensor] = []
         self._watched: list[Tensor] = []
@@ -78,7 +79,7 @@ class LayerState:
                 )
             if tensor.is_inference():
                 raise ValueError(
-                    f"{name} was made under torch.inference_mode(), so it cannot be trained: make the model outside, or deepcopy it there"
+                    f"{name} was made under torch.inference_mode(), so it cannot be trained: make or deepcopy the model outside of it"
                 )
 
     def look(self) -> None:
@@ -154,7 +155,7 @@ class LayerState:
 
     def _refuse_changed_parameters(self, before: Before) -> None:
         for parameter, version, was in before.parameters:
-            # If a change bumps the version, R notices it, or B when it reads a saved tensor.
+            # R, or B at a saved tensor, notices a change that bumps the version.
             if was is None or version_of(parameter) != version:
                 continue
             now = fingerprint(parameter)
@@ -167,7 +168,7 @@ class LayerState:
                 )
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and buffer after its name, which begins with that of its layer."""
+        """Pairs (name, tensor) of all parameters and buffers; a name begins with the layer's name."""
         for number, root in enumerate(self._parts):
             for path, module in root.named_modules() if isinstance(root, nn.Module) else ():
                 for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -178,7 +179,7 @@ class LayerState:
         return next((name for name, own in self._named_tensors() if own is tensor), "a tensor")
 
 
-# As `nn.Module` lists them, but ten times as fast: every step needs them ----------------------------------------------
+# Modules, parameters and buffers as `nn.Module` lists them, ten times as fast: every step needs them -------------------
 
 
 def modules_below(roots: Iterable[Any]) -> list[nn.Module]:

@@ -1,8 +1,8 @@
 """Refuses leaves of F's graph that are no parameters of the stage, and losses that are left in attributes: gradients would be lost.
 
-Such a leaf is a weight of another stage (its copy on the other rank would be updated differently), or a tensor that is in no
-`parameters()`, so neither clipped nor updated. It is refused by name. A leaf that a forward makes for
-itself (`x.detach().requires_grad_()`, for a force) is allowed.
+Such a leaf is a weight of another stage (its copy on the other rank would be updated differently), or a tensor outside of all
+`parameters()`, which no optimizer clips or updates. It is refused by name. A leaf that a forward makes for itself
+(`x.detach().requires_grad_()`, for a force) is allowed.
 
 A `torch.utils.checkpoint` with `use_reentrant=True` hides the leaves that are used inside it from F's graph, and so from this check.
 """
@@ -27,11 +27,11 @@ OnLayer = Callable[[int, Any], None]  # given the global number of a layer and w
 NameOf = Callable[[Tensor], str | None]  # what a tensor is called in the whole model; None: it is not known there
 
 _DEEPEST = 6  # attributes of attributes that are searched
-_MOST_SEEN = 100_000  # objects; then the search ends, as in a list of all samples
+_MOST_SEEN = 100_000  # objects; then the search ends, for example in a list of all samples
 
 
 def no_names(_tensor: Tensor) -> str | None:
-    """Knows no tensor: for a model that no rank has in one piece."""
+    """Names no tensor; used if no rank has the whole model."""
     return None
 
 
@@ -56,8 +56,8 @@ class LeafWatch:
     def over(self, on_layer: OnLayer | None) -> Iterator[OnLayer]:
         """Around an F; yields a function that F calls after each layer, and after the loss.
 
-        That function raises ValueError: the layer, its leaf and what to do. So does the end of the block, if a tensor in an attribute (such as a
-        loss for experts) has a graph that leads neither to an output nor to the loss: it would get no backward.
+        That function raises ValueError, which names the layer, the leaf and what to do. So does the end of the block, if a tensor in an
+        attribute (such as a loss for experts) has a graph that leads neither to an output nor to the loss: it would get no backward.
         """
         known = (*self._layers, *self._beside)
         allowed = {id(parameter) for layer in known for parameter in layer.parameters()} | {id(self._anchor)}
@@ -78,15 +78,15 @@ class LeafWatch:
                 if id(tensor) not in before and tensor.grad_fn not in walked and not is_sharded(self._user(number)):
                     raise ValueError(
                         f"layer {number} ({type(self._user(number)).__name__}) leaves in its attribute {name} a tensor whose graph does not lead "
-                        "to its output, so its gradient would be lost: give a loss to pipetrain.add_loss(...) in the forward, and leave "
-                        "anything else as its .detach()"
+                        "to its output, so its gradient would be lost: pass a loss to pipetrain.add_loss(...) in the forward, and "
+                        "store any other tensor detached, as tensor.detach()"
                     )
         finally:
             walked.clear()  # drop the nodes, so that they do not keep the graph alive
             before.clear()
 
     def _tensors_in_attributes(self) -> Iterator[tuple[int, str, Tensor]]:
-        """The tensors with a graph in attributes of the layers, and in a list or dict there: the layer, the attribute, the tensor."""
+        """Yields (layer, attribute, tensor) for tensors with a graph in attributes of the layers, or in a list or dict in one."""
         for number, layer in enumerate(self._layers, start=self._first_layer):
             for path, module in layer.named_modules():
                 for name, value in members_of(module, of_modules=False):
@@ -98,7 +98,8 @@ class LeafWatch:
                             yield number, f"{path}{name}".removeprefix("."), one
 
     def _is_somebodys(self, number: int, node: Node, returned: Sequence[Tensor]) -> bool:
-        """Whether anything but the graph of this F holds or names the leaf. If not, the forward made the leaf for itself."""
+        """Whether the leaf has a name in the model, or something other than the graph of this F refers to it. If not, the forward made the
+        leaf for itself."""
         leaf = leaf_of(node)
         if is_sharded(self._user(number)):
             return self._name_in_stage(leaf) is None and self._name_of(leaf) is not None
@@ -171,7 +172,7 @@ def leaf_of(node: Node) -> Tensor:
 
 
 def is_sharded(user: Any) -> bool:
-    """Whether `fully_shard` puts gathered parameters, which are leaves of their own, in the place of a layer's."""
+    """Whether `fully_shard` replaces a layer's parameters by gathered ones, which are other leaves."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     modules = user.modules() if fsdp is not None and isinstance(user, nn.Module) else ()
     return any(isinstance(module, fsdp.FSDPModule) for module in modules)  # type: ignore[union-attr]
@@ -183,7 +184,7 @@ def _references(node: Node) -> int:
 
 @functools.cache
 def _references_of_nobody() -> int:
-    """What `_references` counts for a leaf that a graph holds and nothing else."""
+    """What `_references` counts for a leaf that nothing but a graph holds."""
     root = torch.zeros((), requires_grad=True) * 1
     (node,) = accumulating_nodes([root], set())
     return _references(node)
@@ -201,7 +202,7 @@ def _path_to(wanted: Tensor, user: Any) -> str:
 def first_named(
     function: Callable[..., Any], is_wanted: Callable[[Any], bool], passed_over: Iterable[Any]
 ) -> tuple[str, Any] | None:
-    """The first object of `named_paths` that `is_wanted`, after its name. Objects in `passed_over` are not searched."""
+    """The name and object of the first hit of `named_paths`; None if there is none. Objects in `passed_over` are not searched."""
     found = next(named_paths(function, is_wanted, {id(thing) for thing in passed_over}), None)
     return found and (f"{found[0]} of {_name_of_thing(function)}", found[1])
 
@@ -209,8 +210,8 @@ def first_named(
 def named_paths(
     function: Callable[..., Any], is_wanted: Callable[[Any], bool], seen: set[int] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """As `paths`, but only along attributes that the code of `function` names. So a method of a trainer that has the whole model reaches a layer
-    only if its code says `self.model`, or goes through all modules of what it names."""
+    """As `paths`, along attributes that the code of `function` names. A method of a trainer reaches the model's layers only if it says
+    `self.model`."""
     return paths(function, is_wanted, seen, names=_names_in_code(function))
 
 
@@ -219,7 +220,7 @@ _ALL_MODULES = frozenset({"modules", "children", "named_modules", "named_childre
 
 
 def _names_in_code(root: Any) -> set[str]:
-    """Names in the code of a function, and of functions that it names: in its module or closure, or as members of objects that it names."""
+    """Names in the code of a function and of functions that it uses: from its module, its closure, or members of objects that it names."""
     names: set[str] = set()
     kinds: set[type] = set()
     seen: set[int] = set()
@@ -253,7 +254,7 @@ def paths(
     root: Any, is_wanted: Callable[[Any], bool], seen: set[int] | None = None, *, names: Set[str] | None = None
 ) -> Iterator[tuple[str, Any]]:
     """The objects below `root` that `is_wanted`, each after its path as text (`model[0]`). Objects in `seen` are skipped; the others are added.
-    With `names`, only attributes of these names are followed; all parts of a module too, if a name of `_ALL_MODULES` is among them."""
+    With `names`, only these attributes are followed, and all parts of a module if `names` has one of `_ALL_MODULES`."""
     seen = set() if seen is None else seen
     has_all = names is None or bool(names & _ALL_MODULES)
 

@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 class StageLocal:
     """Holds anything, as one leaf of the tree that goes from layer to layer. In the output of a stage, None takes its place.
 
-    The runtime does not look into it: its tensors are neither sent nor stashed, and get no gradient. Its tensors that autograd saves
-    belong to the activation set, once for all layers that save them. They are freed at the end of F if an R will come, else after
+    The runtime does not look into it: its tensors are neither sent nor stashed, and get no gradient. Tensors in it that autograd saves
+    belong to the activation set, and count once however many layers save them. They are freed at the end of F if an R will come, else after
     B. A layer that gets None instead of a `StageLocal` makes a new one.
     """
 

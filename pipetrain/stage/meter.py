@@ -32,11 +32,11 @@ class ActivationMeter:
         self._sizes: dict[int, int] = {}
         self._weights: frozenset[int] = frozenset()
         self._left_out: dict[int, int] = {}  # storage of a weight's cast -> how many callers left it out
-        self._on_their_way: dict[int, int] = {}  # storage -> holders that are messages not sent, or not used, yet
+        self._on_their_way: dict[int, int] = {}  # storage -> messages that hold it: not yet sent, or not yet used
         self.current_bytes = 0
-        self._apart_bytes = 0  # the part of these that threads other than the computing one added
+        self._apart_bytes = 0  # the part of `current_bytes` that other threads than the computing one added
         self.peak_bytes = 0
-        self.stage_bytes = 0  # without storages that only messages hold
+        self.stage_bytes = 0  # `current_bytes` without storages that only messages hold
         self.peak_stage_bytes = 0
         # Re-entrant: garbage collection within `hold` may free a slot, which calls `release` on the same thread.
         self._lock = threading.RLock()
@@ -71,8 +71,8 @@ class ActivationMeter:
                 del self._left_out[storage]
 
     def hold(self, tensor: Tensor, *, on_its_way: bool = False) -> int:
-        """Count the storage of `tensor`; returns the key to release it by (0: it does not count). `on_its_way`: the holder is a message that was
-        not used, or not sent, yet."""
+        """Count the storage of `tensor`; returns the key to release it by (0: it does not count). `on_its_way`: the holder is an outgoing
+        message not yet sent, or an incoming one not yet used."""
         is_dense = tensor.layout is torch.strided and not tensor.is_nested
         storages = [tensor.untyped_storage()] if is_dense else storages_of(tensor)
         key: int = storages[0]._cdata if storages else 0
@@ -93,7 +93,7 @@ class ActivationMeter:
         return key
 
     def release(self, key: int, *, on_its_way: bool = False) -> None:
-        """End one `hold` of the storage. The holder must still own the tensor, so that the identity is not reused."""
+        """End one `hold` of the storage. Call it while the holder still owns the tensor, else the identity may belong to another storage."""
         if not key:
             return
         with self._lock:
@@ -141,8 +141,8 @@ class ActivationMeter:
 
 
 class CountedBytes:
-    """Counts bytes in the meter until nothing refers to this object any more; each slot of a set refers to it. It counts `num_bytes`
-    of its own, and the storages of `shared` tensors, which others may hold, too."""
+    """Counts bytes in the meter until nothing refers to this object any more; each slot of a set refers to it. It counts `own_bytes`, and
+    the storages of `shared` tensors, which others may also hold."""
 
     __slots__ = ("_keys", "_meter", "_shared", "num_bytes")
 
@@ -160,7 +160,8 @@ class CountedBytes:
 
 
 class SetSize:
-    """The bytes of each set of one kind, found from the first two: storages in both (such as tables) are shared, the others a set's own."""
+    """The bytes of each set of one kind, found from the first two: a storage in both (such as a table) is shared; the others belong to one
+    set."""
 
     def __init__(self) -> None:
         self.is_known = False
@@ -169,7 +170,7 @@ class SetSize:
         self._of_first: dict[int, StorageWeakRef] | None = None
 
     def counted(self, meter: ActivationMeter, tensors: Iterable[Tensor]) -> CountedBytes:
-        """Count a set of these `tensors`, which are read only until the size is known."""
+        """Count a set. Its `tensors` are looked at only until the size is known."""
         if self.is_known:
             return CountedBytes(meter, self._own_bytes, self._shared)
         by_storage = {storage_key(tensor): tensor for tensor in tensors}

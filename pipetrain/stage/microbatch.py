@@ -22,11 +22,11 @@ from pipetrain.stage.tensor_copies import TensorCopies, is_dense, storage_key
 
 @dataclass(frozen=True)
 class StageInput:
-    """What F gets. One tensor may stand in several leaves: what changes one in place changes all.
+    """What F gets. Several leaves may be one tensor: an in-place change of one leaf changes all of them.
 
     `seeds_of` gives the seeds of layers by their global indices. `target` and `weight` are for the stage that computes the loss. F calls
-    `on_layer` with the global index and the output of each layer (`WithLosses` once losses were added); that of the loss comes after the
-    last layer's. `is_shared`: another stage of this rank reads the same memory, so that a change in place must not reach it. `fixed` are
+    `on_layer` with the global index and the output of each layer (`WithLosses` once losses were added); the output of the loss follows that
+    of the last layer. `is_shared`: another stage of this rank reads the same memory, so this stage must not change it in place. `fixed` are
     leaves, and `fixed_target` leaves of the target, that may never be changed in place: index -> text for the error.
     """
 
@@ -44,8 +44,8 @@ class StageInput:
 
 @dataclass(frozen=True)
 class StageOutput:
-    """What F gives, detached: the leaves of the output tree and which of them need a gradient. If two leaves of the layers' output
-    are one tensor, so are these two."""
+    """What F gives, detached: the leaves of the output tree and which of them need a gradient. Two leaves that are one tensor in the
+    layers' output are one tensor here, too."""
 
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
@@ -61,7 +61,7 @@ def lent_storages(leaves: Sequence[Any]) -> frozenset[int]:
     )
 
 
-_ONE_LEAF = pytree.tree_structure(0)  # of what is no tuple and no dict
+_ONE_LEAF = pytree.tree_structure(0)  # the structure of a value that is one leaf
 
 
 def detached(outputs: Any, roots: list[GradientEdge | None]) -> StageOutput:

@@ -2,12 +2,12 @@
 
 A layer that reads other positions than its own needs a method for it:
 
-    def forward_cached(self, value, past):        # of the new positions alone; in eval and inference mode
-        keys, values = past.extend(self, keys, values)      # the earlier ones, and the new ones
+    def forward_cached(self, value, past):        # gets only the new positions; runs in eval and inference mode
+        keys, values = past.extend(self, keys, values)      # keys and values of the earlier and the new positions
 
-The runtime tells a layer the positions of the new tokens and the number of earlier ones. Libraries ask the cache of the model's first
-layer, which a stage may not have. A layer may have a method `prepare_cached(past)` for tensors that depend on positions
-alone: the runtime calls it while the value is still being received.
+The runtime tells a layer the positions of the new tokens and the number of earlier ones. Other libraries ask the first layer's cache for
+the number of earlier tokens, but a stage may lack that layer. A layer may have a method `prepare_cached(past)` for tensors that depend on
+positions alone: the runtime calls it while the value is still being received.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 _T = TypeVar("_T")
 
-# They do the same at each position, so that they need to keep nothing.
+# These layers compute each position alone, so they keep nothing.
 _BY_POSITION = (nn.Embedding, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU)
 # Room for this many more positions is allocated at once, so that a token does not copy all earlier keys and values.
 _FIRST_ROOM = 64
@@ -32,7 +32,7 @@ def goes_on(layer: nn.Module) -> bool:
 
 
 def prepare_cached(layer: Any, past: Past) -> None:
-    """Let a layer that `goes_on` compute what depends only on the new positions, before their value has come."""
+    """Let a layer that `goes_on` compute what depends only on the new positions, before their input arrives."""
     if hasattr(layer, "prepare_cached"):
         layer.prepare_cached(past)
 
@@ -52,7 +52,8 @@ def set_trainable(layers: Iterable[nn.Module]) -> None:
 
 
 def _plain(value: Any, done: dict[int, Tensor], depth: int = 0) -> Any:
-    """`value` with plain tensors in place of inference tensors; the same object if it has none. Looks two containers deep."""
+    """`value` with plain tensors in place of inference tensors; the same object if it has none. It searches containers in containers, not
+    deeper."""
     if isinstance(value, Tensor):
         return done.setdefault(id(value), value.clone()) if value.is_inference() else value
     if type(value) in (tuple, list, dict) and depth < 2:
@@ -91,7 +92,7 @@ class Past:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sample, those of this call too, padding not counted."""
+        """The number of tokens of the longest sample, with those of this call and without padding."""
         return self.length + self.new - min(self._padding)
 
     @property
@@ -115,7 +116,7 @@ class Past:
         return self.kept("padding", lambda: torch.tensor(self._padding, device=self.device)[:, None])
 
     def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """What layers share in one call, such as their mask: made by the first that asks."""
+        """A value that layers share in one call, such as their mask; the first layer that asks makes it."""
         return _of(self._made, key, make)
 
     def kept(self, key: Hashable, make: Callable[[], _T]) -> _T:
@@ -136,7 +137,7 @@ def _of(made: dict[Hashable, Any], key: Hashable, make: Callable[[], _T]) -> _T:
 
 
 class _Room:
-    """Memory for tensors that grow along dimension 2: doubled where it is full."""
+    """Memory for tensors that grow along dimension 2; when it is full, one twice as large replaces it."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None

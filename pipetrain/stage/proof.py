@@ -5,9 +5,9 @@
                                                    [2] tensors that differ are compared again at the end of R
     B   reads what F saved
 
-So at most one set, and what R saves in one layer, are held. A check at the time of saving would be too early: an operation may
-still fill a tensor that it has saved, and a later layer may change one through `.data`. B reads values as of the end of F, or of
-the end of R.
+So at most one set, the tensors that R saves in one layer, and those that differ are held. A check at the time of saving would be too early: an operation may still fill a
+tensor that it has saved, and a later layer may change one through `.data`. B reads the values at the end of F if F filled the slots, else
+those at the end of R.
 
 The witness compares F and R of one microbatch per stage in each later step, by a checksum of the saved tensors of each layer. The
 microbatches take turns. F also checks whether it changes attributes of a layer. So if R of a layer starts to differ from F, an error
@@ -66,12 +66,13 @@ class Proof:
         self._brought.append((slot, tensor.detach()))
 
     def at_last_slot(self) -> None:
-        """R has saved its last tensor. If a tensor differs by now, later R may not end here."""
+        """R has saved its last tensor. If a tensor differs now, the R of later microbatches may not end here."""
         if self._deferred or any(_differ(*pair) for pair in self._brought):
             self.stop = max(self.stop, Stop.AT_LAYER)
 
     def at_layer_end(self, meter: ActivationMeter, *, last: bool) -> None:
-        """Compare what R saved in this layer; keep what differs. `last`: it fills the last slot. `meter` counts the compared bytes for a moment."""
+        """Compare what R saved in this layer; keep what differs. `last`: this layer fills the last slot. `meter` counts the compared bytes
+        for a moment."""
         meter.touch(meter.uncounted_bytes(found for _, found in self._brought))
         while self._brought:
             pair = self._brought.pop()
@@ -100,7 +101,8 @@ def _differ(slot: Slot, found: Tensor) -> bool:
 
 
 def differ(found: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype differ: in a value on the CPU (NaN equals NaN, and -0.0 equals 0.0), by more than rounding on a GPU."""
+    """Whether two tensors of one shape and dtype differ: on a CPU in any value (NaN equals NaN, -0.0 equals 0.0), on a GPU by more than
+    the tolerance."""
     return any(_mask(a, b) is not None for a, b in _parts(found, expected))
 
 
@@ -134,7 +136,8 @@ _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr, torch.sparse_cs
 
 
 def _is_workspace(tensor: Tensor) -> bool:
-    """Bytes that a library (oneDNN, cuDNN) keeps for its backward. They are not compared: it never writes the gaps between its values."""
+    """Whether a tensor may be bytes that a library (oneDNN, cuDNN) keeps for its backward. They are not compared, because the library
+    leaves the gaps between its values unwritten."""
     return tensor.dtype is torch.uint8 and tensor.dim() == 1
 
 
@@ -174,7 +177,7 @@ class Witness:
         self._watched = watched
         self._look: Look | None = None  # attributes of the layer that F is in, before it ran
         self._slots: list[int] | None = None  # of that layer; None: F is in none
-        self._tensors: list[Tensor] = []  # that it has saved in them
+        self._tensors: list[Tensor] = []  # tensors that F has saved in `_slots`
         self._layers: list[tuple[list[int], int]] = []  # slots and checksum of each earlier layer
 
     def see(self, slot: int, tensor: Tensor) -> None:

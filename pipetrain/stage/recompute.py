@@ -1,7 +1,7 @@
 """R of one set: the stage runs again under hooks that fill the slots of F, in the same order.
 
 pack(t)   is it what F saved next (shape, dtype, the operation that made it)? Then it fills that slot
-the end   when the last slot is full, or where the proof has shown that R may end; nobody runs its graph
+the end   when the last slot is full, or where the proof allows; R's graph is not used
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class SetComplete(BaseException):
     """The last slot is full: B needs nothing of what the rest of R would compute."""
 
 
-# After a kept layer, R gets the next layer's input from `Gate`, so its node is this one; in F it was a node of the kept layer.
+# After a kept layer, the next layer's input in R comes from `Gate` and has this node; in F it had a node of the kept layer.
 _ENTERED = "GateBackward"
 
 
 class Recompute:
     """One R of a set. It ends at `stop`; with a proof, it runs to the end of the stage. With `detaches`, what fills the slots does not hold R's
-    graph. Without it, the graph goes as the slots go, which costs the host less, and is right where the graph holds no memory of its own."""
+    graph. Without it, the slots hold R's graph until B frees them. That costs the host less; the graph must hold no memory of its own."""
 
     def __init__(self, late: LateBoundSet, stop: Stop = Stop.AT_SLOT, *, detaches: bool = True) -> None:
         self._late, self._proof, self._detaches = late, late.proof, detaches
@@ -75,7 +75,7 @@ class Recompute:
         if number >= self._most or (tensor.shape, tensor.dtype, node) != self._signatures[number]:
             self._check_signature(tensor)
         slot = self._slots[number]
-        # A leaf may be a buffer, in which after R other data stand in.
+        # A leaf may be a buffer; after R it gets its other data back, so it is always detached.
         slot.tensor = tensor.detach() if self._detaches or node is NoneType else tensor
         slot.version = tensor._version
         self._filled = number + 1
@@ -112,7 +112,7 @@ class Recompute:
         self.fail("takes a gradient inside the layer, which F did not")
 
     def is_what_was_meant(self, error: BaseException) -> bool:
-        """Whether R is complete, although a layer has raised `error`. Raises RecomputeMismatch."""
+        """Whether R was complete when a layer raised `error`. Raises the failure of R if there was one."""
         if not self._is_complete and self._failure is not None:
             raise self._failure
         if not self._is_complete and refuses_hooks(error):
@@ -136,10 +136,12 @@ class Recompute:
             self._proof.at_layer_end(late.meter, last=late.starts[self._layer] < self._end <= expected)
 
     def end(self, own: Set[int] = frozenset(), size: SetSize | None = None) -> None:
-        """End R: check that every slot is full. `own` are storages that R read in place of buffers. A view into one shares its version counter
-        with the buffer, which other microbatches change; so its slot gets a counter of its own. `size` is that of sets of this kind.
+        """End R: check that every slot is full. `own` are storages that R read in place of buffers. A view of such a storage shares the
+        buffer's version counter, which other microbatches change; so the view's slot gets its own counter. `size` is that of sets of this
+        kind.
 
-        Raises RecomputeMismatch: R ended before it had saved what F saved, or with other values; SavedTensorChanged.
+        Raises RecomputeMismatch: R saved fewer tensors or other values than F; SavedTensorChanged: a saved tensor was changed in place
+        before or during R.
         """
         if not self._is_complete and self._layer >= 0:
             self._end_layer()
@@ -152,7 +154,9 @@ class Recompute:
             self._proof.clear()
         else:
             if late.witness is not None and (layer := late.witness.first_difference(self._slots)) is not None:
-                raise mismatch(late.name_of(layer), "saves other values than F did, which it did not in its first step")
+                raise mismatch(
+                    late.name_of(layer), "saves other values than F, although they were equal in the first step"
+                )
             for slot in self._slots if own else ():
                 if slot.tensor is not None and slot.storage() in own:
                     if slot.tensor._version != slot.version:
@@ -164,7 +168,8 @@ class Recompute:
         self._slots.clear()
 
     def fail(self, what: str, layer: int | None = None) -> NoReturn:
-        """Raise RecomputeMismatch: in this layer R did something else than F. If an earlier layer had other values, the error names that one."""
+        """Raise RecomputeMismatch: in this layer R did something else than F. If an earlier layer had other values, the error names that
+        layer (SavedTensorChanged if they were changed in place)."""
         if self._failure is None:
             self._failure = self._difference() or mismatch(
                 self._late.name_of(self._layer if layer is None else layer), what

@@ -57,14 +57,14 @@ def weight_seed(seed: int, layer: int) -> int:
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Set torch's default generators for a layer on `device`, and Python's. `torch.manual_seed` would seed every back-end of the machine, which is
-    too slow once per layer and microbatch."""
+    """Seed the default generators of torch (for `device`), Python and numpy. `torch.manual_seed` would seed every back-end of the machine,
+    which is too slow once per layer and microbatch."""
     seeder(device, in_python=True)(seed)
 
 
 def seeder(device: torch.device, *, in_python: bool) -> Callable[[int], object]:
-    """What sets the default generators that a layer on `device` draws from; `in_python`: those of Python too, and of numpy where it is loaded,
-    which is ten times the work."""
+    """A function that seeds the default generators for a layer on `device`. `in_python`: also those of Python, and of numpy if it is
+    loaded, which takes ten times as long."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
@@ -130,7 +130,7 @@ def _is_of_torch(thing: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an attribute, or a default, brings no code of its own. (A module in a plain attribute brings some.)"""
+    """Whether an attribute or default value holds no code. (An nn.Module in a plain attribute holds code.)"""
     if isinstance(value, (list, tuple, dict)):
         return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
     return value is None or isinstance(value, (int, float, str, Tensor)) or _is_of_torch(value)
@@ -138,7 +138,7 @@ def _is_plain(value: Any) -> bool:
 
 @contextmanager
 def generators_restored(device: torch.device) -> Iterator[None]:
-    """Give the user's generators back as they were."""
+    """After the block, the user's generators are as before it."""
     cpu = torch.default_generator.get_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     python = random.getstate()

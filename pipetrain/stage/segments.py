@@ -1,11 +1,11 @@
 """A stage that is recomputed in parts: between F and B of a microbatch only the parts' inputs stay (recompute.segments).
 
     F1     part 0 ─ part 1 ─ part 2 ─ part 3    the graph is cut between parts, as between stages
-    R1.3   B1.3    R fills part 3, B frees it     [1] B1.3 takes the gradient of the stage's output
-    R1.2   B1.2    ...                            [2] B1.2 that of part 3's input
+    R1.3   B1.3    R fills part 3, B frees it     [1] B1.3 gets the gradient of the stage's output
+    R1.2   B1.2    ...                            [2] B1.2 gets the gradient of part 3's input
     R1.0   B1.0                                   [3] B1.0 gives that of the stage's input
 
-So one part's set is alive at a time, and sqrt(n) parts of n layers hold sqrt(n) inputs and sqrt(n) layers (Chen et al. 2016,
+So one part's set is alive at a time, and sqrt(n) parts of n layers hold sqrt(n) inputs and the activations of sqrt(n) layers (Chen et al. 2016,
 "Training Deep Nets with Sublinear Memory Cost", section 4.2). Each part is a stage in the stage: whatever `Stage` does for a
 microbatch, from seeds to the proof, it does for a part.
 """
@@ -28,8 +28,8 @@ from pipetrain.stage.microbatch import StageInput, StageOutput
 from pipetrain.stage.stage import LossFn, Stage
 from pipetrain.stage.tensor_copies import storage_key
 
-# (leaves of an output, their tree, the device, the giver's name for errors, {storage that may not be changed in place: why})
-# -> (leaves for the next part or stage, {leaf that may not be changed: why}).
+# (leaves of an output, their tree, the device, the name, for errors, of the layer that made them, {storage that may not be changed in
+# place: why}) -> (leaves for the next part or stage, {leaf that may not be changed: why}).
 Cross = Callable[
     [Sequence[Any], pytree.TreeSpec, torch.device, str, Mapping[int, str]], tuple[Sequence[Any], Mapping[int, str]]
 ]
@@ -41,7 +41,7 @@ class _Passing:
 
     num_inputs: int
     gradients: Sequence[Tensor | None] = ()  # of the input of the part whose B ran last
-    shared: list[Tensor | None] = field(default_factory=list)  # what the parts' B gave the weights that they share
+    shared: list[Tensor | None] = field(default_factory=list)  # gradients of weights that parts share
 
 
 class SegmentedStage:
@@ -85,7 +85,7 @@ class SegmentedStage:
         """The name, in an error, of the layer that gives the output of the stage."""
         return self.parts[-1].end
 
-    # As of `Stage`, all parts together.
+    # The same attributes as those of `Stage`, summed over the parts.
     set_bytes = property(lambda self: _summed(part.set_bytes for part in self.parts))
     stash_bytes = property(lambda self: _summed(part.stash_bytes for part in self.parts))
     kept_bytes = property(lambda self: _summed(part.kept_bytes for part in self.parts))
@@ -95,9 +95,9 @@ class SegmentedStage:
     def forward(
         self, microbatch: int, given: StageInput, *, has_backward: bool = True, split: bool = False, **options: bool
     ) -> StageOutput:
-        """F of all parts; `options` are those of `Stage.forward`. Raises TypeError: the output of a part has what may not be passed on. What
-        `Stage.forward` raises."""
-        assert not split, f"stage {self.index} has parts, and B of parts has no halves"
+        """F of all parts; `options` are those of `Stage.forward`. Raises TypeError: a part's output holds an object that may not be
+        passed on; and what `Stage.forward` raises."""
+        assert not split, f"stage {self.index} has parts, whose B cannot be split into I and W"
         *before, last = self.parts
         inputs = given
         for part in before:
@@ -110,7 +110,7 @@ class SegmentedStage:
         return output
 
     def _handed_over(self, part: Stage, output: StageOutput, given: StageInput) -> StageInput:
-        """The input of the next part: `output` of `part`, which got `given`, passed on as between two stages of one rank."""
+        """The next part's input: `output` of `part`, crossed as between two stages of one rank. `given` was the part's input."""
         memories = {storage_key(given.leaves[number]): why for number, why in given.fixed.items()}
         leaves, fixed = self._cross(output.leaves, output.spec, part.device, part.end, memories)
         wants = frozenset(number for number, wanted in enumerate(output.wants_gradient) if wanted)
@@ -149,7 +149,8 @@ class SegmentedStage:
 
     @contextmanager
     def _collecting(self, passing: _Passing) -> Iterator[None]:
-        """In the block, gradients of weights that parts share are collected apart: their sum is added to `.grad` once, as autograd does."""
+        """In the block, gradients of weights that parts share are collected;
+        `backward` adds their sum to `.grad` once, after the first part."""
         outside = [parameter.grad for parameter in self._shared]
         for parameter, own in zip(self._shared, passing.shared):
             parameter.grad = own
@@ -162,11 +163,13 @@ class SegmentedStage:
 
     def host_set(self, microbatch: int, part: int | None) -> HostSet | None:
         """As `Stage.host_set`, of one part."""
-        assert part is not None, f"stage {self.index} has parts, and those of {microbatch} go to host memory one by one"
+        assert part is not None, (
+            f"stage {self.index} has parts: name the part of microbatch {microbatch} that goes to host memory"
+        )
         return self.parts[part].host_set(microbatch)
 
     def backward_weights(self, microbatch: int) -> None:
-        raise AssertionError(f"stage {self.index} has parts, and B{microbatch} of parts has no halves")
+        raise AssertionError(f"stage {self.index} has parts, so B{microbatch} is not split and has no W")
 
     def end_step(self) -> None:
         """As `Stage.end_step`."""

@@ -1,13 +1,13 @@
 """Outputs that stay from F to B, so that R need not compute them: of matrix products, attention, or operations that the user names.
 
-To fill a slot in F would save no time, for R would still run the operation that made the tensor. So F and R run their layers
+Filling slots in F would save no time, because R would still run the operations that made the tensors. So F and R run their layers
 under a `TorchDispatchMode`, below autograd. In R it *returns* what was kept, and autograd makes the node and saves as in F.
 
-    F   op(...) -> output    [1] kept: an alias that shares memory and version with what the layers go on with
+    F   op(...) -> output    [1] kept: an alias of the output that the layers use; it shares memory and version counter
     R   op(...)              [2] not run: gets an alias of what is kept, in the order of the kept operations of its layer
-    B                        [3] kept outputs are dropped when B begins; tensors that autograd saved of them stay in their slots
+    B                        [3] kept outputs are dropped when B begins; those that autograd saved stay in their slots
 
-The order has only operations that may be kept. It has no casts: under autocast F casts weights, and R finds those casts. An
+Only operations that may be kept count in the order. Casts do not: R finds the weight casts of F, so it runs fewer. An
 operation that draws random numbers is never skipped, since later ones would draw others. Before an operation of F writes into the memory
 of a kept output, that output is copied, and the copy is kept. Torch's own modes (`create_selective_checkpoint_contexts`) detect writes
 by version counters. They miss some: a 3-dimensional product returns an `_unsafe_view` with the same memory and another counter.
@@ -47,8 +47,8 @@ _SOFTMAX = frozenset(("_softmax", "_safe_softmax"))
 
 
 class Wanted(Protocol):
-    """An entry of `recompute.selective`. `op`: an operation's name, a word of `OPS_OF`, or None for both words; in the layers from
-    `first` to `last` (None: in all), there in the submodule `path` ("": in all of the layer). Its text is as the user wrote it."""
+    """An entry of `recompute.selective`. `op`: an operation's name, a word of `OPS_OF`, or None for both words. It applies to layers
+    `first` to `last` (None: all), and in them to the submodule `path` ("": the whole layer). Its text is as the user wrote it."""
 
     @property
     def op(self) -> str | None: ...
@@ -65,7 +65,8 @@ class Wanted(Protocol):
 
 @dataclass(frozen=True)
 class Operation:
-    """What counts here of an operation of torch. `can_be_kept`: it returns new memory, writes into none, and is no cast (R finds those of F)."""
+    """The facts about an operation of torch that matter here. `can_be_kept`: it returns new memory, writes into none, and is no cast (R
+    finds those of F)."""
 
     name: str  # `mm`, or `library::name` where it is not torch's own
     arguments: tuple[str, ...]
@@ -110,16 +111,16 @@ class _Rule:
     names: frozenset[str]  # of operations
     layers: Set[int]  # by their number in the stage; the loss has the one after the last layer's
     modules: Sequence[nn.Module]  # the submodules to which it is limited; empty: all of the layer
-    is_all_here: bool  # the entry has no layer in another stage, and no other rule
-    is_met: bool  # it has kept something, or a compiled layer hides whether it has
+    is_all_here: bool  # all layers of the entry are in this stage, and this is the entry's only rule
+    is_met: bool  # the rule has kept something, or this is unknown because a layer is compiled
 
     def why_unmet(self, stage: str, unfused: Set[int]) -> str | None:
-        """A warning that the rule keeps nothing in `stage`; None: the user may mean that."""
+        """A warning that the rule keeps nothing in `stage`; None: that may be as the user wants."""
         if self.names & OPS_OF["attention"] and self.layers & unfused:
             return (
                 f"recompute.selective={self.wanted} keeps no attention in {stage}: torch runs it there as products and a softmax, as with "
-                "dropout and with masks that it cannot fuse, so R computes it; keep `matmul`, or the operations that `pipetrain profile` "
-                "names"
+                "dropout and with masks that no fused kernel takes, so R computes it; keep `matmul`, or the operations that "
+                "`pipetrain profile` names"
             )
         if not self.is_all_here and (self.wanted.op is None or self.wanted.op in OPS_OF):
             return None  # other stages may have them
@@ -137,13 +138,13 @@ class Selection:
 
     def __init__(self, wanted: Sequence[Wanted], layers: Sequence[nn.Module], first_layer: int) -> None:
         """Raises:
-        ValueError: an entry names no operation, or no module of its layer; the message has the nearest that there is.
+        ValueError: an entry names an unknown operation or module; the message suggests the nearest name.
         """
         self._compiled = {number for number, layer in enumerate(layers) if has_compiled(layer)}
         self._rules = [rule for one in wanted for rule in self._rules_of(one, layers, first_layer)]
         self._open: list[nn.Module] = []  # submodules of rules that run now
         self._unfused: set[int] = set()  # layers that run attention in pieces
-        self.is_watched = True  # until the first forward has ended
+        self.is_watched = True  # rules that keep nothing are still to be reported: until the first forward has ended
         # Per layer: id of an operation -> `_Met`. By id, because the hash of an operation is slow.
         self._met: list[dict[int, _Met | None]] = [{} for _ in range(len(layers) + 1)]
 
@@ -174,7 +175,7 @@ class Selection:
 
     @contextmanager
     def under(self, layer: int, run: Callable[..., Any]) -> Iterator[None]:
-        """Around a layer: operations that may be kept, or that write, go through `run`."""
+        """A context around a layer: operations that may be kept, or that write, go through `run`."""
         if not self.is_seen(layer):
             yield
             return
@@ -215,7 +216,7 @@ class Selection:
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Calls `run` instead of each operation of a layer that has a `_Met` in `met`; `meet` fills `met`."""
 
-    supports_higher_order_operators = True  # these run unchanged
+    supports_higher_order_operators = True  # higher-order operators run unchanged
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -228,7 +229,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._met, self._meet, self._run = met, meet, run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # For each operation of each layer: as few lines as can be.
+        # This runs for each operation of each layer, so it has as few lines as possible.
         try:
             met = self._met[id(func)]
         except KeyError:
@@ -265,13 +266,13 @@ def _ops_named(one: Wanted) -> list[frozenset[str]]:
     if not functional:
         raise ValueError(
             f"recompute.selective={one}: {name} is a view or a cast, or changes something in place, so R cannot leave it out; "
-            "name what computes"
+            "name the operation that computes"
         )
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     if all(has_kernel(op.name(), "CompositeImplicitAutograd") for op in functional):
         raise ValueError(
-            f"recompute.selective={one}: {name} is made of other operations, which are what runs; `pipetrain profile` names those "
-            f"of this model, {' and '.join(OPS_OF)} are words for the dear ones"
+            f"recompute.selective={one}: torch runs {name} as other operations; `pipetrain profile` names those "
+            f"of this model, {' and '.join(OPS_OF)} stand for the expensive ones"
         )
     return [frozenset((name,))]
 
@@ -297,11 +298,11 @@ class _Kept(NamedTuple):
 
 @dataclass(eq=False)
 class _Call:
-    """One operation of F whose output is wanted, in the order in which its layer ran them."""
+    """One operation of F whose output is wanted. `_calls` has those of a layer in the order in which they ran."""
 
     func: Any
     shapes: tuple[Any, ...]
-    num_slots: int  # that F had filled before it; if these are all, R ends before this operation
+    num_slots: int  # slots that F had filled before it; if no slot comes later, R ends before this operation
     kept: _Kept | None = None  # None: R computes it
 
     def has_changed(self) -> bool:
@@ -322,7 +323,7 @@ class KeptOutputs:
         self, layer: int, value: Any, num_slots: Callable[[], int], *, is_free: bool
     ) -> AbstractContextManager[object]:
         """Around a layer in F, which gets `value`. `num_slots()` is the number of tensors that F has saved so far."""
-        if is_free or not self._selection.is_seen(layer):  # then it may write to all that it gets: keep copies of that
+        if is_free or not self._selection.is_seen(layer):  # unseen, it may write to its input: copy kept outputs there
             for leaf in pytree.tree_leaves(value):
                 if isinstance(leaf, Tensor):
                     self._before_write(leaf)
@@ -390,11 +391,11 @@ class KeptOutputs:
                     call.kept = None
 
     def left(self, layer: int) -> int:
-        """The number of operations that F ran in `layer` and R has not yet run."""
+        """The number of wanted operations that F ran in `layer` and R has not yet run."""
         return len(self._calls[layer]) - self._next[layer]
 
     def sizes(self) -> dict[int, int]:
-        """Bytes of the kept outputs that count, by storage."""
+        """Bytes of the kept outputs that the meter counts, by storage."""
         kept = [call.kept for calls in self._calls.values() for call in calls if call.kept is not None]
         tensors = [tensor for one in kept for tensor, _ in one.held]
         sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
@@ -403,7 +404,7 @@ class KeptOutputs:
     def drop(self) -> None:
         """Drop all kept outputs."""
         for calls in self._calls.values():
-            for call in calls:  # the traceback of an error may hold it
+            for call in calls:  # a traceback may hold the call, so drop what it keeps
                 call.kept = None
         self._calls.clear()
         self._by_storage.clear()
@@ -427,7 +428,7 @@ def _with(output: Any, copy: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """A tensor without a graph that shares memory and version counter; below autograd torch would give it a counter of its own."""
+    """An alias without a graph, with the tensor's memory and version counter. (Below autograd, plain `detach` makes a new counter.)"""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 

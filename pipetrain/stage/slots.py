@@ -51,20 +51,20 @@ class Slot:
         self.version = tensor._version
 
     def storage(self) -> int:
-        """The identity of the tensor's storage; 0 where it has none of its own."""
+        """The identity of the tensor's storage; 0 if the slot is empty or the tensor has no storage of its own."""
         return 0 if self.tensor is None else storage_key(self.tensor)
 
 
 class LateBoundSet:
     """The slots of one (stage, microbatch), from F to B.
 
-    Layers are numbered from 0 within the stage. `proof`: F fills the slots, and R's tensors are compared with them. `casts` gets each tensor
-    that is saved under autocast. `selection`: which outputs F keeps for R. `watches`: at its end F checks that no tensor that it saved has
-    changed in place; without it, B checks the slots that R filled. `split`: some tensors are held until W, so each slot counts by
-    itself. `moves`: F fills the slots and the set goes to host memory, so each slot counts by itself too.
+    Layers are numbered from 0 within the stage. `proof`: F fills the slots, and R's tensors are compared with them. `casts` gets each
+    tensor that is saved under autocast. `selection`: which outputs F keeps for R. `watches`: at its end F checks that no tensor that it
+    saved has changed in place; B checks filled slots in any case. `split`: some tensors are held until W, so the meter counts each slot
+    separately. `moves`: F fills the slots and the set goes to host memory, so the meter counts each slot separately too.
     """
 
-    wanted: int | None = None  # the layer whose empty slot was read in F, by itself or another layer
+    wanted: int | None = None  # the layer whose empty slot was read in F, by this layer or a later one
     hooks_refused = False  # the layer that F is in cannot run with hooks
     whole: Set[int] = frozenset()  # layers whose saved tensors F keeps: R does not run them
     free: Set[int] = frozenset()  # of these, those that run without hooks
@@ -91,7 +91,7 @@ class LateBoundSet:
         self.keep, self.moves = keep, moves
         self.proof = proof
         self.is_filled = keep or proof is not None  # by F
-        self.reads_from: dict[int, int] = {}  # a layer that read slots in F -> the first layer of which it read one
+        self.reads_from: dict[int, int] = {}  # a layer that read slots in F -> the first layer whose slots it read
         self._counts_each = split or moves
         self.casts = casts
         self.name_of = name_of
@@ -101,15 +101,17 @@ class LateBoundSet:
         self.witness = witness
         self._watches = watches or self.is_filled
         self._looks = self._watches or casts is not None or witness is not None
-        self._aliases: list[tuple[int, int, Tensor]] = []  # slot, version, what shares the version counter
-        self.starts: list[int] = []  # the first slot of each layer, and when F has ended the number of slots
+        self._aliases: list[
+            tuple[int, int, Tensor]
+        ] = []  # slot, version, an alias that shares the tensor's version counter
+        self.starts: list[int] = []  # the first slot of each layer; after F also the number of slots
         # Outputs that R does not compute; None: it computes all, or there is no R.
         self.outputs = None if selection is None or keep else KeptOutputs(selection, meter)
 
     # F ----------------------------------------------------------------------------------------------------------
 
     def keep_whole(self, layers: Set[int], free: Set[int]) -> None:
-        """The saved tensors of these layers stay in the graph of F, as they are; `free` are those that run without hooks."""
+        """The saved tensors of these layers stay in the graph of F, as they are; the layers in `free` run without hooks."""
         self.whole, self.free = self.whole | layers, self.free | free
 
     def start_layer(self, value: Any = None) -> AbstractContextManager[object]:
@@ -124,12 +126,12 @@ class LateBoundSet:
             outputs = self.outputs.in_forward(self.layer, value, self.slots.__len__, is_free=is_free)
         if is_free:
             return nullcontext()
-        # Made for each layer and not stored: hooks refer to this set, which would be a cycle.
+        # Each layer gets new hooks. They refer to this set, so storing them in it would make a cycle.
         hooks = saved_tensors_hooks(self._pack_and_look if self._looks or is_whole else self._pack, self._unpack)
         return hooks if outputs is None else both(hooks, outputs)
 
     def _attribute_changed(self, layer: int, name: str) -> RecomputeMismatch:
-        what = f"would change its attribute {name} again, which F did not in its first step"
+        what = f"would change its attribute {name} again, although F did not change it in the first step"
         return mismatch(self.name_of(layer), what)
 
     def refuse_hooks(self, _: str = "") -> NoReturn:
@@ -137,7 +139,7 @@ class LateBoundSet:
         raise NeedsGradientInside
 
     def _pack(self, tensor: Tensor) -> Slot:
-        # Here and below, for each tensor that is saved: as few lines as can be.
+        # This and the next two methods run for each saved tensor, so they have as few lines as possible.
         slot, slots = Slot(), self.slots
         slot.number = len(slots)
         slots.append(slot)
@@ -180,8 +182,8 @@ class LateBoundSet:
     ) -> None:
         """End F: check that nothing that it saved was changed since. `needed`: whether B will read anything.
 
-        `changing` are storages that a later F changes (buffers): what a kept set has of them is copied now. `size` is that of sets
-        of this kind.
+        A later F may change the storages in `changing` (buffers), so the tensors of a filled set in them are copied now. `size`: the bytes
+        of each set of this kind, as far as known.
 
         Raises SavedTensorChanged: with the layer, and the shape of the tensor.
         """
@@ -225,7 +227,7 @@ class LateBoundSet:
                 filled.append(slot)
                 tensors.append(slot.tensor)
                 if size.is_known and not self._counts_each:
-                    break  # the first slot is the last that B reads
+                    break  # B reads the first slot last, so this slot alone can hold the count
         if self._counts_each:
             self.num_bytes = self.meter.uncounted_bytes(tensors)
             for slot, tensor in zip(filled, tensors):
@@ -266,7 +268,7 @@ class LateBoundSet:
     # What fills the slots ---------------------------------------------------------------------------------------
 
     def saved_by(self, layer: int) -> list[Tensor]:
-        """What F has filled the slots of a layer with, in order."""
+        """The tensors with which F filled a layer's slots, in order."""
         end = self.starts[layer + 1] if layer + 1 < len(self.starts) else len(self.slots)
         return [slot.tensor for slot in self.slots[self.starts[layer] : end] if slot.tensor is not None]
 

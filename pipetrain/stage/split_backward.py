@@ -6,10 +6,9 @@ Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2: only the optimiz
     I  backward        [2] `backward_input` runs; what `backward_weight` needs moves into the `Deferral`, and the node is freed
     W  Deferral.run    [3] `backward_weight` runs; the gradients of a weight are summed, then added to `.grad` once, as in B
 
-The gradient of a weight may wait for W if only split functions (`SplitFunction`) read the weight: another reader's gradient would have to be
-summed with theirs first. The graph of the first F that gives the weight to a split function shows who reads it. A later F may bring another
-reader. Then I adds that reader's gradient, and W the rest: their sum is complete, but may differ in the last bit. If a weight may not wait, both
-halves run in I.
+The gradient of a weight may wait for W if only split functions (`SplitFunction`) read the weight: another reader's gradient would have to
+be summed with theirs first. The graph of the first F with the weight shows its readers. If a later F has another reader, I adds that
+gradient and W the rest: the sum may differ in the last bit. If the gradient of a weight may not wait, both methods of its node run in I.
 """
 
 from __future__ import annotations
@@ -39,14 +38,15 @@ _CALL = "_layer_call"  # the attribute of a node with its `LayerCall`
 
 
 class SplitFunction(torch.autograd.Function):
-    """An autograd function whose backward comes in two halves. A kernel of one's own is a subclass with two more static methods:
+    """An autograd function whose backward comes in two halves. For your own kernel, subclass it with `forward` and two static methods:
 
     - `backward_input(ctx, *gradients)`: as `backward`, with None for each weight;
     - `backward_weight(ctx, *gradients)`: as `backward`, with None for everything else.
 
-    The weights are the arguments that need a gradient and get None from `backward_input`. `backward_weight` may run after the graph
-    is freed: its `ctx` has `saved_tensors`, `needs_input_grad` and attributes that were set on it. A subclass needs no `backward`:
-    by default both methods run, one after the other. A kernel may have a better `backward`.
+    The weights are the arguments that need a gradient and get None from `backward_input`. `backward_weight` may run after the graph is
+    freed: its `ctx` has `saved_tensors`, `needs_input_grad` and attributes that were set on it. A subclass needs no `backward`: by default
+    both methods run, one after the other. A subclass with a faster `backward` of both halves may define it; it runs when the backward is
+    not split.
     """
 
     backward_input: Callable[..., Any]
@@ -75,7 +75,7 @@ def _backward(function: type[SplitFunction], ctx: Any, *gradients: Tensor | None
     if deferral is None and function._whole is not None:
         return function._whole(ctx, *gradients)
     given = _as_tuple(function.backward_input(ctx, *gradients))
-    needed = zip(ctx.needs_input_grad, given)  # the first may lack arguments that were left at their defaults
+    needed = zip(ctx.needs_input_grad, given)  # needs_input_grad lacks arguments that were left at their defaults
     places = [place for place, (needs, gradient) in enumerate(needed) if needs and gradient is None]
     if not places or (deferral is not None and deferral.takes(function, ctx, gradients, places)):
         return given
@@ -99,8 +99,8 @@ class LayerCall:
     def deferral_of_i(self) -> Deferral | None:
         """The deferral, if this backward runs in I; None: F has not ended.
 
-        If a layer takes a gradient through a node of its own while F runs, `start_again` raises out of it, and it is refused: in the graph
-        of that gradient, split functions would sum in another order than torch's nodes.
+        If the layer takes a gradient through its own node while F runs, `start_again` raises and the layer is refused: split functions
+        would sum in another order than torch.
         """
         start_again, running = self.deferral.start_again, layer_in_force()
         if start_again is not None and running is not None and running.layer == self.layer:
@@ -148,11 +148,11 @@ class Deferral:
     def takes(
         self, function: type[SplitFunction], ctx: Any, gradients: tuple[Tensor | None, ...], places: Sequence[int]
     ) -> bool:
-        """Leave `backward_weight` of this node to W, if it may wait; returns whether. W gets a copy of the ctx, because the node itself would
-        keep the graph before it alive. `places` are those of the weights among its arguments.
+        """Leave `backward_weight` of this node to W if it may wait. Returns whether it did so. W gets a copy of the ctx, because the node
+        would keep alive all nodes that its backward leads to. `places` are those of the weights among its arguments.
 
-        The copy holds the `gradients` of the node themselves, not views: if nobody else holds a gradient, autograd takes it as `.grad` and
-        may add to it in place.
+        The copy holds the `gradients` themselves, not views: without a second reference autograd could take one as `.grad` and change it in
+        place.
         """
         layer = getattr(ctx, _CALL).layer
         weights = self.weights.that_may_wait(ctx, layer, places)
@@ -169,8 +169,8 @@ class Deferral:
         return True
 
     def run(self) -> None:
-        """W: add to `.grad` of the weights, in the order of I. As in autograd, the gradients of a weight in the microbatch are summed first.
-        Raises SavedTensorChanged: what waited was changed in place."""
+        """W: add the gradients that wait to `.grad` of their weights, in the order of I. As in autograd, the gradients of a weight in the
+        microbatch are summed first. Raises SavedTensorChanged: a tensor that W needs was changed in place."""
         left = Counter(id(weight) for late in self._late for weight in late.weights.values())
         sums: dict[int, Tensor] = {}
         with torch.no_grad():
@@ -180,7 +180,7 @@ class Deferral:
                     if tensor._version != version:
                         raise SavedTensorChanged(
                             f"{self.weights.name_of(late.layer)}: a tensor {list(tensor.shape)} that W needs was changed in place after "
-                            "I: a backward may not change the gradient that it is given, nor what was saved for it"
+                            "I: a backward may change neither its gradient nor its saved tensors"
                         )
                 gradients = _as_tuple(late.run())
                 for place, weight in late.weights.items():
@@ -197,8 +197,8 @@ class Deferral:
 
 
 def accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Add to `.grad`, as autograd does without `create_graph`: the first gradient becomes `.grad`, with the strides of the
-    parameter, and in the dtype that the parameter wants its gradient in."""
+    """Add to `.grad`, as autograd does without `create_graph`: the first gradient becomes `.grad`, with the parameter's
+    strides and in its `grad_dtype`."""
     dtype = parameter.grad_dtype or gradient.dtype
     if parameter.grad is not None:
         parameter.grad += gradient.to(dtype)
@@ -214,7 +214,7 @@ def accumulate(parameter: Tensor, gradient: Tensor) -> None:
 def why_whole(weight: Tensor) -> str | None:
     """Why the gradient of `weight` may not wait for W; None: the weight itself gives no reason."""
     if type(weight) is not nn.Parameter:
-        return "its weight is made from a parameter in its forward, or is one of a kind of its own"
+        return "its weight is computed in its forward, or is of a subclass of nn.Parameter"
     if weight._backward_hooks or weight._post_accumulate_grad_hooks:
         return "its weight has hooks, which would run in I"
     return None
@@ -229,7 +229,7 @@ class DeferredWeights:
         self.name_of, self.meter, self.cast = name_of, meter, casts.cast
         self.whole = frozenset(number for number, layer in enumerate(layers) if is_sharded(layer))
         self._layers = layers
-        # Weight -> what reads it besides split functions, or looks at its gradient; "": nothing.
+        # Weight -> another reader than split functions, or a hook on its gradient; "": neither.
         self._other_reader: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
         self._meets_new = False  # a split function got a weight whose readers are not known
         self._in_flight: WeakSet[Deferral] = WeakSet()
@@ -241,7 +241,8 @@ class DeferredWeights:
                 self.tell(number, "it is compiled, at least in part")
 
     def begin(self, start_again: Callable[[], NoReturn]) -> Deferral:
-        """The deferral of one microbatch, from its F to its W. `start_again` raises out of the layer that F is in: it cannot run with hooks."""
+        """The deferral of one microbatch, from its F to its W. `start_again` raises out of the layer that F is in: the layer cannot run
+        with hooks."""
         if not self._in_flight:
             self._look_for_hooks()
         deferral = Deferral(self, start_again)
@@ -249,7 +250,7 @@ class DeferredWeights:
         return deferral
 
     def _look_for_hooks(self) -> None:
-        """Find hooks on the nodes that accumulate gradients: they would run in I, too, where there is nothing to accumulate. Python sees
+        """Find hooks on the nodes that accumulate gradients: they would run in I, before the gradient is there. Python sees
         them only while no graph holds the node."""
         for number, layer in enumerate(self._layers):
             for parameter in layer.parameters():
@@ -263,7 +264,7 @@ class DeferredWeights:
         self._meets_new |= any(isinstance(one, nn.Parameter) and one not in self._other_reader for one in args)
 
     def end_forward(self, deferral: Deferral, roots: Iterable[GradientEdge | None]) -> None:
-        """F has ended, and I will run backward from `roots`: what reads the weights that were given to split functions?"""
+        """F has ended, and I will run backward from `roots`: find other readers of the weights that split functions got."""
         deferral.start_again = None
         if not self._meets_new:
             return
@@ -273,7 +274,7 @@ class DeferredWeights:
             if leaf not in self._other_reader:
                 self._other_reader[leaf] = name = other.get(leaf, "")
                 if name:
-                    self.tell(layer, f"its weight is read by {name}, too")
+                    self.tell(layer, f"{name} reads one of them, too")
 
     def that_may_wait(self, ctx: Any, layer: int, places: Sequence[int]) -> dict[int, Tensor]:
         """The weights in these places of a node's arguments; empty if one of them may not wait."""
@@ -282,7 +283,7 @@ class DeferredWeights:
         leaves = {place: _leaf(next(before)) for place, needs in enumerate(ctx.needs_input_grad) if needs}
         weights = {place: leaf for place in places if (leaf := leaves[place]) is not None and why_whole(leaf) is None}
         if len(weights) < len(places):
-            self.tell(layer, "a weight of it is no plain parameter, or has hooks")
+            self.tell(layer, "one of its weights is not a plain parameter, or has hooks")
             return {}
         return weights if all(self._other_reader.get(weight) == "" for weight in weights.values()) else {}
 

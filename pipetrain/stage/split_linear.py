@@ -26,9 +26,9 @@ _linear, _addmm = F.linear, torch.addmm
 class SplitLinear(SplitFunction):
     """`x [..., K]` times a matrix, plus a bias `[N]` or None; the matrix is `weight [N, K]` transposed, or `weight [K, N]`.
 
-    Torch's operations in torch's order, so that values and gradients have the same bits. Under autocast, `cast` is the cast
-    of `weight`: `x` has its dtype and is multiplied by it. The gradients of `weight` then have that dtype until those of a
-    microbatch are summed, as if autocast had made the cast.
+    It runs torch's operations in torch's order, so that values and gradients have the same bits. Under autocast, `cast` is the cast of
+    `weight`: `x` has the dtype of the cast and is multiplied by the cast. As with autocast's own cast, the gradients of `weight` have that
+    dtype until a microbatch's are summed.
     """
 
     @staticmethod
@@ -39,7 +39,7 @@ class SplitLinear(SplitFunction):
         ctx.save_for_backward(x, factor)
         ctx.is_transposed = is_transposed
         ctx.bias_waits = bias is not None and bias.requires_grad and why_whole(bias) is None
-        # As torch does: one fused operation for some inputs, two for others; the results differ in the last bit.
+        # Like torch, use one fused operation for some inputs and two for others; the two ways differ in the last bit.
         ctx.is_fused = bias is not None and (x.dim() == 2 or x.is_contiguous())
         matrix = factor.t() if is_transposed else factor
         if bias is not None and ctx.is_fused:
@@ -47,7 +47,7 @@ class SplitLinear(SplitFunction):
         else:
             product = torch.mm(_rows(x), matrix)
         # A layer may change the output in place, which autograd forbids if a function returns a view. So the output uses the product's memory
-        # under another shape. `out=` would be an operation that writes, which is not kept for R.
+        # under another shape. An operation with `out=` writes, so its output would not be kept for R.
         output = view_into(product.untyped_storage(), product.view(*x.shape[:-1], matrix.shape[1]))
         if bias is not None and not ctx.is_fused:
             output.add_(bias.to(x.dtype))
@@ -60,7 +60,7 @@ class SplitLinear(SplitFunction):
         if ctx.needs_input_grad[0]:
             matrix = factor.t() if ctx.is_transposed else factor
             rows = _rows(gradient)
-            # As in torch's derivative of `mm`, the gradient has the strides of the tensor that it belongs to.
+            # As in torch's derivative of `mm`, the gradient gets the strides of its tensor.
             of_x = matrix.mm(rows.t()).t() if _is_column_major(_rows(x)) else rows.mm(matrix.t())
             of_x = of_x if x.dim() == 2 else of_x.reshape(x.shape)
         if ctx.needs_input_grad[2] and not ctx.bias_waits:
@@ -77,7 +77,7 @@ class SplitLinear(SplitFunction):
 
 
 def _gradient_of_bias(ctx: Any, gradient: Tensor) -> Tensor:
-    """Summed as autograd sums the gradient of a tensor that was broadcast."""
+    """The bias's gradient, summed as autograd sums that of a broadcast tensor."""
     return (_rows(gradient) if ctx.is_fused else gradient).sum_to_size(gradient.shape[-1])
 
 
@@ -138,11 +138,11 @@ def _why_not(call: LayerCall, x: Tensor, weight: Tensor, bias: Tensor | None, *,
     if fits and bias is not None:
         fits = type(bias) in (Tensor, nn.Parameter) and bias.dtype is weight.dtype
         fits = fits and bias.shape == (weight.shape[0 if is_transposed else 1],)
-    return None if fits else "it multiplies other than plain tensors of one dtype"
+    return None if fits else "it multiplies tensors that are not plain, or of different dtypes"
 
 
 def hooks_in_force() -> Any:
-    """The innermost hook that is called for each tensor that is saved now, or None. torch has no public function for it."""
+    """The pack hook of the innermost saved-tensor hooks in force, or None. torch has no public function for it."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
 
@@ -170,12 +170,12 @@ def linears_split(call: LayerCall | None) -> Iterator[None]:
 
 
 def split_layer(deferral: Deferral, number: int, layer: _Layer, *, is_forward: bool) -> _Layer:
-    """`layer`, or a copy of it, with split functions, as F or R calls it; `number` is its index in the stage."""
+    """A function that runs `layer`, or a copy of it, with split functions, for F or R. `number` is its index in the stage."""
     if number in deferral.weights.whole:
         return layer
 
     def run(value: Any) -> Any:
-        # No hooks: the layer takes gradients inside of its forward, so it is not split.
+        # Without hooks the layer takes gradients inside its forward, so it is not split.
         if (hooks := hooks_in_force()) is None:
             return layer(value)
         with linears_split(LayerCall(deferral, number, hooks, is_forward)):

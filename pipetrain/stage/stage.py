@@ -49,7 +49,7 @@ class Stage:
     """Consecutive layers and, on the last stage, the loss. `first_layer` is the global index of the first one.
 
     `part` is the index of these layers among the parts of a stage (`stage/segments.py`); `beside` are all layers of that stage.
-    `selective`: which outputs stay from F to B although R runs. `keep_layers`: global indices of layers that no R runs.
+    `selective`: the operations whose outputs stay from F to B although R runs. `keep_layers`: global indices of layers that no R runs.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Stage:
         self.indices = range(first_layer, first_layer + len(self.layers) + (loss_fn is not None))
         own = {number - first_layer for number in keep_layers} & set(range(len(self.layers)))
         self.kept = own  # layers that no R runs, by index: their saved tensors stay from F to B
-        self.free: set[int] = set()  # of these, those that run without hooks, since they take gradients inside
+        self.free: set[int] = set()  # of these, those that run without hooks
         self.warned: set[tuple[str, int]] = set()  # what was warned of, and of which layer
         self.state = LayerState(self.layers, loss_fn, self.name_of, device)
-        self.casts, self._had_casts = WeightCasts(self.layers, device, meter), False  # in this step
+        self.casts, self._had_casts = WeightCasts(self.layers, device, meter), False  # `_had_casts`: in this step
         self._title = f"stage {index}" if part is None else f"part {part} of stage {index}"
         fewer_cuts = "choose a balance that puts both on one stage" if part is None else "use fewer recompute.segments"
         self._cut_before = self._title, "stage" if part is None else "part", fewer_cuts
@@ -86,12 +86,12 @@ class Stage:
         self._deferred: dict[int, Deferral] = {}  # from I to W
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._entry = Entry(self._anchor, self._title, self.name_of, len(self.indices) - 1, loss_fn is not None)
-        # Layers whose R graph may hold memory of its own: not yet shown otherwise.
+        # Layers whose R graph may hold memory of its own, until an inspection shows that it does not.
         self.may_hold_outside = set(range(len(self.indices)))
-        self._stop = Stop.AT_LAYER  # where R may end; this until a proof says more
-        self._proved: Sequence[Signature] = ()  # what the last layer that R fills saved, in the proof
+        self._stop = Stop.AT_LAYER  # where R may end, until a proof sets it
+        self._proved: Sequence[Signature] = ()  # signatures of the last layer whose slots R fills, as of the proof
         self._kinds: dict[Hashable, MicrobatchKind] = {}
-        self._versions: list[int] | None = None  # of the parameters, in this step; None: it has not begun
+        self._versions: list[int] | None = None  # versions of the parameters in this step; None between steps
         self._selection = Selection(selective, self.layers, first_layer) if selective else None
         self._leaves = LeafWatch(
             self.layers, loss_fn, first_layer=first_layer, anchor=self._anchor, name_of=name_of, beside=beside
@@ -103,7 +103,7 @@ class Stage:
 
     @property
     def end(self) -> str:
-        """The name, for errors, of the layer (or loss) whose output is the stage's output."""
+        """The name, for errors, of the last layer."""
         return f"{self.name_of(len(self.layers) - 1)}, the last of {self._title},"
 
     def name_of(self, number: int) -> str:
@@ -132,7 +132,8 @@ class Stage:
         the output needs no gradient. `split`: the backward will run as I and W. `witness`: checksums of what F and R save are compared.
         `moves`: the kept set goes to host memory, and comes back before its B (`host_set`).
 
-        Raises: SavedTensorChanged, LayerRefused, StateChanged, ValueError (a loss without gradient or no scalar, a leaf of another stage).
+        Raises: SavedTensorChanged, LayerRefused, StateChanged, ValueError (a loss that has no gradient or is not a scalar; a layer that
+        uses a leaf of another stage).
         """
         assert microbatch not in self._held, f"stage {self.index} runs F{microbatch} twice"
         bytes_before = self.meter.own_bytes
@@ -163,7 +164,7 @@ class Stage:
         if held.late is not None:
             self._end_forward(held.late, held, (*given.leaves, *output.leaves), needed=needed)
         else:
-            outer = (*given.leaves, *output.leaves)  # they count in the meter as in earlier microbatches of this kind
+            outer = (*given.leaves, *output.leaves)  # the meter counts them, as for earlier microbatches of this kind
             held.counted = [(outer[number], self.meter.hold(outer[number])) for number in kind.others]
             held.size = kind.kept_size.counted(self.meter, ())
         kind.has_run = True
@@ -183,7 +184,7 @@ class Stage:
     def _open_set(
         self, held: Held, given: StageInput, *, prove: bool, is_new: bool, split: bool, witness: bool, moves: bool
     ) -> tuple[Before, FirstLook | None]:
-        """The set of an F that runs under hooks, the state before that F, and what looks at its layers if they are new."""
+        """Open the set of an F that runs under hooks. Returns the state before F, and a `FirstLook` if the layers are to be inspected."""
         keep = held.given is None
         held.late = late = LateBoundSet(
             self.name_of,
@@ -208,7 +209,8 @@ class Stage:
         return before, FirstLook(self, given, held.seeds, late, held.deferral, compares=prove and not keep)
 
     def _may_witness(self) -> bool:
-        """Whether F and R may take checksums: not on a GPU (bits may differ, the host would wait), nor if a layer changes an earlier saved tensor."""
+        """Whether F and R may take checksums: not on a GPU (bits may differ, the host would wait), nor if a layer changes a tensor that was
+        saved before."""
         return self.device.type == "cpu" and self._stop is not Stop.AT_END
 
     def _run_forward(
@@ -258,12 +260,13 @@ class Stage:
         return value if isinstance(value, Tensor) else without_local(value)
 
     def _after_layer(self, held: Held, late: LateBoundSet, look: FirstLook | None, number: int, output: Any) -> None:
-        """A layer has run under hooks."""
+        """Called when a layer has run in F with an open set: refuse it, inspect it, or copy its output for R."""
         if late.wanted is not None or late.hooks_refused:
             refuse_gradient_inside(late, self.name_of, number)
         if look is not None:
             look.after(number)
-        # A gradient may flow between kept layers, so each gets the output itself of the layer before; R gets a copy of the last output.
+        # A kept layer gets the output of the kept layer before it, because a gradient may flow between them; R gets a copy of the last
+        # kept layer's output.
         if held.given is not None and number in late.whole and number + 1 not in late.whole:
             held.passed[number] = Passed.of(output)
 
@@ -291,7 +294,7 @@ class Stage:
 
     def _end_forward(self, late: LateBoundSet, held: Held, leaves: Sequence[Any], *, needed: bool) -> None:
         """Close the set after all layers have run under hooks. `leaves` are those of the input and of the output."""
-        # Storages that a later F may change: a filled set gets copies of what it has of them.
+        # A later F may change these storages, so a filled set gets copies of its tensors in them.
         changing = self.state.live_storages() if late.is_filled or self.kept else frozenset()
         if held.given is None and needed and not late.moves:
             storages, kind = late.storages(), held.kind
@@ -329,7 +332,7 @@ class Stage:
     # Host memory, and R ---------------------------------------------------------------------------------------------
 
     def host_set(self, microbatch: int, part: int | None = None) -> HostSet | None:
-        """What goes to host memory of a microbatch whose F had `moves`; None: nothing is held of it."""
+        """The set that OFFLOAD copies to host memory, of a microbatch whose F had `moves`; None if no set is held."""
         assert part is None, f"stage {self.index} has no parts"
         held = self._held.get(microbatch)
         if held is None or held.late is None:
@@ -359,7 +362,8 @@ class Stage:
         if not late.end:  # no slot is to be filled, nor proved
             late.drop()
             return
-        # An operation may write to a tensor that it has saved. So R ends within a layer only if a proof allowed that for the same saved tensors.
+        # An operation may write to a tensor that it has saved. So R ends within a layer only if a proof allowed it and the last layer's
+        # signatures are those of the proof.
         is_proved = self._stop is not Stop.AT_SLOT or late.last_signatures() == self._proved
         again = Recompute(
             late, self._stop if is_proved else Stop.AT_LAYER, detaches=not self.may_hold_outside <= self.kept
@@ -408,7 +412,7 @@ class Stage:
         """B: adds to `.grad` of the parameters; returns the gradient of each input leaf (None: it has none).
 
         `gradients` belong to the output leaves in order. With a loss they are ignored: its gradient is `scale`.
-        If F had `split`, this is I: the weight gradients that may wait do so until `backward_weights`.
+        If F had `split`, this is I: weight gradients wait for `backward_weights` where they may.
         """
         assert part is None, f"stage {self.index} has no parts"
         held = self._held.pop(microbatch)
@@ -442,7 +446,8 @@ class Stage:
         return list(map(held.sink.pop, range(held.num_inputs), (None,) * held.num_inputs))
 
     def backward_weights(self, microbatch: int) -> None:
-        """W: adds the gradients that I has deferred to `.grad` of the weights. Raises SavedTensorChanged: what waited was changed."""
+        """W: adds the gradients that I has deferred to `.grad` of the weights. Raises SavedTensorChanged: a tensor that W needs was changed
+        in place."""
         self._deferred.pop(microbatch).run()
 
     def end_step(self) -> None:

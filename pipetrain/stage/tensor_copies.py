@@ -1,4 +1,4 @@
-"""Copies of tensors: made, compared with the present values, and put in the tensors' place.
+"""Makes copies of tensors, compares them with the present values, and puts them in the tensors' place.
 
 `tensor.data = copy` puts a copy in place: the tensor object stays, so everything that refers to it (a module that is used twice, a
 layer that reads another's buffer) reads and writes the copy. Tensors that share the old memory (a saved tensor of another
@@ -36,12 +36,12 @@ def is_simple(tensor: Tensor) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often the tensor was changed in place; 0 for a tensor made in inference mode, which does not count."""
+    """How often the tensor was changed in place; 0 for a tensor made in inference mode, which has no version."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 class TensorCopies:
-    """Some tensors with the values that they had; each has a copy of its own. `simple`: each is known to be `is_simple`."""
+    """Some tensors with copies of the values that they had; each copy has its own memory. `simple`: each is known to be `is_simple`."""
 
     def __init__(self, tensors: Iterable[Tensor], *, simple: bool = False) -> None:
         self.tensors = list(tensors)
@@ -73,8 +73,8 @@ class TensorCopies:
                 tensor.data = data
 
     def storages(self, without: Container[int] = ()) -> set[int]:
-        """The identities of the copies' storages, `without` those of some tensors."""
-        if not self.tensors:  # as in most stages, for each R
+        """The identities of the copies' storages, except for tensors whose ids are in `without`."""
+        if not self.tensors:  # most stages have none, and this runs in each R
             return set()
         pairs = zip(self.tensors, self.copies)
         return {key for tensor, copy in pairs if id(tensor) not in without and (key := storage_key(copy))}

@@ -1,4 +1,5 @@
-"""Traces: state of a forward outside of autograd and buffers (counters, caches, generators), in attributes or variables of the layer's code.
+"""Traces: state that a forward leaves in attributes or variables (counters, caches, generators), other than buffers and the
+autograd graph.
 
 Traces before and after a forward are compared. They cannot be restored, so a layer that leaves traces is not run a second time.
 """
@@ -18,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_MANY = 64  # entries of a longer list or dict are not looked into
+_MANY = 64  # a list or dict with more entries is not searched
 _DEEPEST = 4
 _ATOMS = (types.NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-# Attributes of every nn.Module: no state of a layer. `layer_state.py` looks after buffers.
+# Every nn.Module has these attributes, so they are no state of a layer. `layer_state.py` looks after buffers.
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _NOT_LOOKED_INTO = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "pipetrain", "torchvision", "functorch"}
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
@@ -42,13 +43,13 @@ def own_traces(layer: Any) -> Look:
 
 
 def modules_of_the_user(layer: Any) -> list[tuple[str, nn.Module]]:
-    """The modules below a layer of classes that are neither torch's nor ours, with their names."""
+    """The modules in a layer whose classes `is_of_the_user`, with their names."""
     modules = layer.named_modules() if isinstance(layer, nn.Module) else ()
     return [(name, module) for name, module in modules if is_of_the_user(type(module))]
 
 
 def attributes_of(named: Iterable[tuple[str, Any]]) -> Look:
-    """As `own_traces`, of several objects, given with their names."""
+    """The same as `own_traces` for several objects, each with its name."""
     found: Look = {}
     seen: set[int] = set()
     for path, thing in named:
@@ -57,8 +58,8 @@ def attributes_of(named: Iterable[tuple[str, Any]]) -> Look:
 
 
 def outer_traces(layer: Any) -> Look:
-    """Numbers, texts and generators outside of a layer or loss that its code can rebind or draw from: variables of its class, of enclosing
-    functions, and globals that it names. Lists and dicts there do not count."""
+    """Numbers, texts and generators that the layer's code can rebind or draw from: class variables, variables of enclosing functions, and
+    globals that it names. Lists and dicts there do not count."""
     found = {
         f"{kind.__name__}.{name}": _atom(value)
         for kind in _kinds_of(layer)
@@ -72,7 +73,7 @@ def outer_traces(layer: Any) -> Look:
 
 
 def rebound_outside(layer: Any) -> str | None:
-    """A variable of a function around the code of a layer, or of its file, to which that code assigns."""
+    """A variable of an enclosing function, or a global, that the layer's code assigns; None if there is none."""
     for function in _code_of(layer):
         code = function.__code__
         for step in dis.get_instructions(code):
@@ -92,7 +93,7 @@ def holds_outside(layer: Any) -> bool:
 
 
 def is_of_the_user(thing: Any) -> bool:
-    """Whether a class or function may hold state of a layer: not a class of torch, of Python or of ours."""
+    """Whether a class or function comes from the user's code, not from torch, Python or pipetrain."""
     top = (getattr(thing, "__module__", None) or "").partition(".")[0]
     return thing is types.SimpleNamespace or (bool(top) and top not in _NOT_LOOKED_INTO)
 
@@ -124,8 +125,8 @@ def _note_parts(name: str, thing: Any, found: Look, seen: set[int], depth: int) 
 
 
 def members_of(thing: Any, *, of_modules: bool) -> Iterator[tuple[str, Any]]:
-    """What an object directly holds, each part after the text that leads to it (`.name`, `[0]`); of modules also what is torch's own."""
-    if isinstance(thing, dict):  # no other Mapping: it may read each value from a disk
+    """Pairs (`.name` or `[0]`, part) of what an object directly holds. `of_modules`: also parameters, buffers and submodules of a module."""
+    if isinstance(thing, dict):  # dicts only: another Mapping may read each value from a disk
         yield from ((f"[{key!r}]", value) for key, value in list(thing.items()))
     elif isinstance(thing, (list, tuple, deque, set, frozenset)):
         yield from ((f"[{number}]", value) for number, value in enumerate(thing))
@@ -153,7 +154,7 @@ def _has_attributes(thing: Any) -> bool:
 
 
 def _atom(thing: Any) -> Hashable:
-    """What is compared of an immutable object (type and value) or a generator (its state); None for anything else."""
+    """The value to compare for an immutable object (type and value) or a generator (state); None for anything else."""
     if type(thing) in _ATOMS:
         return type(thing), thing if thing == thing else "nan"
     if isinstance(thing, torch.Generator):
@@ -188,13 +189,13 @@ def _functions_in(thing: Any) -> Iterator[types.FunctionType]:
 
 
 def names_in(code: types.CodeType) -> list[str]:
-    """Names that the code looks up (attributes, globals, variables of functions around it), those of functions inside it too."""
+    """Names that the code, and functions inside it, look up: attributes, globals, variables of enclosing functions."""
     inner = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in names_in(part)]
     return [*code.co_names, *code.co_freevars, *inner]
 
 
 def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The variables of functions around it that `function` uses, and the globals that it names."""
+    """The variables of enclosing functions that `function` uses, and the globals that it names."""
     for key, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         try:
             yield key, cell.cell_contents
