@@ -73,8 +73,8 @@ def introduced(group: Group) -> Iterator[Introduction]:
 
 
 def introduce(own: Introduction, everyone: Everyone, own_rank: int) -> None:
-    """Rank 0 sends its introduction to all; each rank compares it with its own and sends all what differs. Collective. Raises ValueError: the
-    first rank's problem, if there is one; or a rank that was given something else than rank 0. The same on every rank."""
+    """Rank 0 sends its introduction to all; each rank compares it with its own, and sends the difference to all ranks. Collective. Raises
+    ValueError: the problem of the lowest rank that has one; or a difference from rank 0's arguments. The same on every rank."""
     what = "the other ranks' plans"
     first = Introduction(**json.loads(everyone.broadcast(json.dumps(asdict(own)).encode(), what)))
     found = json.dumps([own_rank, _mistake(own_rank, own, first), own.gpu]).encode()
@@ -114,7 +114,7 @@ def _mistake(rank: int, own: Introduction, first: Introduction) -> str:
 class Call:
     """One call of the pipeline, as this rank knows it.
 
-    `described` says whether messages to and from the stage before, and the stage after, carry their form (`comm/forms.py`).
+    `described`: whether messages on the edge before, and on the edge after, carry their form (`comm/forms.py`).
     `first_backward` is the first stage with a parameter that needs a gradient. A rank may know only the stages up to its own. If none of
     them needs a gradient, its `first_backward` may be `num_stages`, with the same effect. Ops of the microbatches `idle` do nothing.
     `weights` has the weight of each in the loss of all replicas; None with one replica whose targets are not counted.
@@ -156,10 +156,11 @@ class Calls:
         self._signatures: dict[Any, int] = {}
         self._values: dict[int, str] = {}
         self._forms: dict[int, dict[Op, Form]] = {}
-        # (signature, 0: edges before, 1: edges after) -> (`_num_changes` at that call, microbatches whose forms both ends have known since)
+        # (signature, 0: edges before, 1: edges after) -> (`_num_changes` at that call, microbatches whose forms both ends know from that
+        # call on)
         self._told: dict[tuple[int, int], tuple[int, frozenset[int]]] = {}
         self._trainable: dict[int, list[bool]] = {}  # of this rank's stages, which parameters need a gradient
-        self._num_changes = 0  # of what needs a gradient, and of plain values
+        self._num_changes = 0  # number of changes of `requires_grad`, and of plain values in the inputs
 
     def forms(self, call: Call) -> dict[Op, Form]:
         """The forms of the messages of calls with this signature; a call that is `described` fills them in."""

@@ -43,8 +43,8 @@ def checked_seed(seed: Any) -> int:
 
 
 def check_functions(loss_fn: Any, count_fn: Any, on_event: Any, on_call: Any, layers: Iterable[Any]) -> None:
-    """Refuse what cannot be called, and a loss with trainable parameters of no layer: the pipeline would neither list, save nor clip them. Raises
-    ValueError: with the argument, or with the names of the parameters."""
+    """Refuse what cannot be called, and a loss with trainable parameters that are in no layer: the pipeline would neither list, save nor
+    clip them. Raises ValueError: with the argument, or with the names of the parameters."""
     takes = {
         "loss_fn": (loss_fn, "an output and its target"),
         "count_fn": (count_fn, "a microbatch's target"),
@@ -61,14 +61,14 @@ def check_functions(loss_fn: Any, count_fn: Any, on_event: Any, on_call: Any, la
         rest = f" and {len(own) - 2} more" if len(own) > 2 else ""
         raise ValueError(
             f"loss_fn has parameters of its own to train ({', '.join(own[:2])}{rest}), which the pipeline would neither clip, "
-            "update nor save: make what has them the last layer, or freeze them with requires_grad_(False)"
+            "update nor save: make the module that has them the last layer, or freeze them with requires_grad_(False)"
         )
 
 
 def mistake_in_step(scale: Any) -> str | None:
     """Why a step of this `scale` may not run now; None: it may."""
     if not is_number(scale) or not math.isfinite(scale) or scale == 0:
-        return f"step was given scale={scale!r}: a finite number other than 0 is needed, what the gradients are multiplied by"
+        return f"step was given scale={scale!r}: give a finite number other than 0; gradients are multiplied by it"
     if torch.is_grad_enabled():
         return None
     around = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
@@ -120,8 +120,8 @@ def _modules_of(function: Any) -> Iterator[nn.Module]:
 
 
 def check_batch(batch: Any, name: str, rows: int | None, *, with_graph: bool) -> None:
-    """Refuse what is surely a mistake in the inputs or targets of a batch of so many `rows`. Raises ValueError: with the leaf, and what to give
-    instead."""
+    """Refuse obvious mistakes in the inputs or targets of a batch; `rows` is its number of rows. Raises ValueError, which names the leaf
+    and what to give instead."""
     if all(map(_is_plain, pytree.tree_leaves(batch))):
         return
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
@@ -159,7 +159,7 @@ def _untrainable(tensor: Tensor, with_graph: bool) -> str | None:
     if with_graph and tensor.requires_grad:
         return (
             "requires a gradient: a step gives gradients to the layers' parameters only, so this one would get none. Give it as "
-            ".detach(), or make what computes it the first layer"
+            ".detach(), or move its computation into the first layer"
         )
     if with_graph and tensor.is_inference():
         return "was made under torch.inference_mode(), so nothing can be trained on it: give its .clone()"

@@ -35,8 +35,8 @@ Stages = dict[int, AnyStage]
 
 
 class Assembly:
-    """Makes the parts of a pipeline. `Pipeline.change` has it make programs, stages and gradient buckets again. Its methods raise ValueError
-    where what the user gave does not fit."""
+    """Makes the parts of a pipeline. `Pipeline.change` has it make programs, stages and gradient buckets again. Its methods raise
+    ValueError if the user's arguments do not fit each other."""
 
     def __init__(self, spec: ModelSpec, loss_fn: LossFn | None, seed: int, group: Group, lanes: Lanes) -> None:
         self.spec, self.loss_fn, self.group, self.lanes, self.meter = spec, loss_fn, group, lanes, ActivationMeter()
@@ -70,7 +70,8 @@ class Assembly:
         return best
 
     def build(self, plan: Plan, *, is_balanced: bool) -> None:
-        """Build this rank's layers, and find what stages share. `is_balanced`: automatically, so a stage without parameters is refused."""
+        """Build this rank's layers, and find what stages share. `is_balanced`: the balance was chosen automatically, so a stage without
+        parameters is refused."""
         spec = self.spec
         self.ties = check_sharing(spec, plan.stage_of)
         self.shared = SharedState(spec.modules, plan.stage_of)
@@ -92,7 +93,7 @@ class Assembly:
 
     @property
     def known_layers(self) -> dict[int, nn.Module]:
-        """Those that this rank knows: all of them, or only its own where layers are made by callables."""
+        """The layers that this rank knows: all, or only its own if callables make the layers."""
         return {**self.spec.modules, **self.layers}
 
     def programs(self, schedule: GivenSchedule, policy: RecomputePolicy, plan: Plan) -> Programs:
@@ -150,8 +151,8 @@ def check_has_parameters(stage: int, layers: Sequence[nn.Module], numbers: range
 
 
 def kept_layers(entries: Sequence[str], layers: Mapping[int, nn.Module], num_layers: int) -> set[int]:
-    """The layers of this rank that `recompute.keep_layers` names, by their index in the model. Raises ValueError: no layer is of that class, if
-    this rank has all layers; with the nearest class that there is."""
+    """The layers of this rank that `recompute.keep_layers` names, by their index in the model. Raises ValueError if this rank has all
+    layers and none is of that class; the message has the nearest class."""
     kinds = {type(layer).__name__ for layer in layers.values()}
     kept: set[int] = set()
     for text in entries:
@@ -164,7 +165,7 @@ def kept_layers(entries: Sequence[str], layers: Mapping[int, nn.Module], num_lay
 
 
 def _num_shared(spec: ModelSpec, plan: Plan) -> float:
-    """How many parameters and states stages share; infinity: more than stages may share, or a stage has no parameters."""
+    """How many parameters and states stages share; infinity if stages share what they may not, or if a stage has no parameters."""
     try:
         for stage in range(plan.num_stages):
             known = [spec.modules[index] for index in plan.layers_of(stage) if index in spec.modules]

@@ -67,13 +67,13 @@ class Programs:
         self.whole()
 
     def describe(self) -> str:
-        """For comparing ranks: the same text where the same ops stand in the same order."""
+        """A text to compare ranks by: it is the same if the lanes have the same ops in the same order."""
         schedule = self.whole().schedule
         lanes = [[list(map(str, schedule.lane(rank, lane))) for lane in Lane] for rank in range(schedule.num_ranks)]
         return f"{schedule.family} {schedule.policy} {hashlib.sha256(repr(lanes).encode()).hexdigest()[:12]}"
 
     def whole(self) -> Program:
-        """The program of `step` if every stage needs gradients; of a given schedule, with the backwards that it has."""
+        """The program of `step` if every stage needs gradients; for a `Schedule` that the user gave, with the backwards that it has."""
         return self.training(0 if self._given is None else self._given.first_backward)
 
     def training(self, first_backward: int) -> Program:
@@ -106,8 +106,8 @@ class Programs:
 def with_shortest_step(
     plan: Plan, given: GivenSchedule, policy: RecomputePolicy, work: Sequence[float] | None
 ) -> tuple[Plan, str]:
-    """The plan whose balance (layers per stage) has the shortest simulated step, and a line that says so if the balance has changed.
-    B takes as long as two F, R as one, a hop no time. `work` has the relative time of each layer; None: all take the same.
+    """The plan whose balance (layers per stage) has the shortest simulated step, and a log line about the new balance, empty if it has not
+    changed. B takes as long as two F, R as one, a hop no time. `work` has the relative time of each layer; None: all take the same.
     """
     fixed = given if isinstance(given, Schedule) else None
     if fixed is not None:
@@ -178,7 +178,7 @@ class Proving:
         return _NOTHING if rest else _in_turn(program, turn, idle) & program.recomputed
 
     def witnessed(self, step: int, program: Program) -> Places:
-        """One recomputed microbatch of each stage, in turn."""
+        """For each stage one recomputed microbatch; the next step takes the next."""
         if self._verify == OFF:
             return _NOTHING
         if self._recomputed[0] is not program:
@@ -193,7 +193,7 @@ class Proving:
 
 
 def _in_turn(program: Program, turn: int, idle: frozenset[int]) -> Places:
-    """One microbatch of each stage: of those with an R where there are any, else of all."""
+    """One microbatch of each stage: one with an R if there is any, else any one."""
     found: dict[int, list[int | None]] = {}
     for kind in (Kind.F, Kind.R):
         order: dict[int, list[int | None]] = {}

@@ -117,7 +117,7 @@ class Copies:
                     for shape, dtype, grad, _ in (first, second)
                 ]
                 raise ValueError(
-                    f"{tie.name} and {tie.copy} are one parameter, and cannot be: {looks[0]} and {looks[1]}"
+                    f"{tie.name} and {tie.copy} are said to be one parameter, but differ: {looks[0]} and {looks[1]}"
                 )
         for tie in self._ties:
             if (root := holder[tie.name]) != holder[tie.copy]:
@@ -136,7 +136,8 @@ class Copies:
             values = [state[name] for name in there if isinstance(state[name], Tensor)]
             if len(values) == 2 and (values[0].shape != values[1].shape or not torch.equal(*(v.cpu() for v in values))):
                 raise ValueError(
-                    f"{tie.name} and {tie.copy} are one parameter and have other values in the state: give both the same, or one of them alone"
+                    f"{tie.name} and {tie.copy} are one parameter, but have different values in the state: give both the "
+                    "same, or one of them alone"
                 )
             found |= {name: there[0] for name in (tie.name, tie.copy) if there and name not in there}
         return found
@@ -146,7 +147,8 @@ class Copies:
 
 
 def make_replicas_equal(own: Tensors, replicas: Chain, fetch: Fetch) -> None:
-    """Each replica gets the values of the first, where they differ. Collective. Raises PipelineError: the replicas have other tensors."""
+    """Each replica gets the values of the first, where they differ. Collective. Raises PipelineError: the replicas do not have the same
+    tensors."""
     if replicas.num_ranks == 1:
         return
     parts = _digests(own, replicas, fetch)
@@ -164,7 +166,7 @@ def check_replicas_equal(
     own: Tensors, chain: Chain, replicas: Chain, name_of: Callable[[int], str], fetch: Fetch
 ) -> None:
     """Compare a sum over the bits of each tensor; `name_of` says what the rank in replica r is called. Collective over all ranks. Raises
-    PipelineError: they differ; the same text on every rank, with the ranks that do. The pipeline itself can go on."""
+    PipelineError, the same on every rank, if they differ; it names the ranks that differ. The pipeline itself can go on."""
     if replicas.num_ranks == 1:
         return
     said = _difference(_digests(own, replicas, fetch), name_of)

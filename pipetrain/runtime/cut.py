@@ -63,7 +63,7 @@ def num_rows(batch: Tree, name: str) -> int | None:
         if rows is not None and leaf.shape[0] != rows:
             raise ValueError(
                 f"{place} has {leaf.shape[0]} rows, the tensors before it {rows}: give all the same number; wrap what is not per row in "
-                "pipetrain.Whole(...); pad rows that lie one behind the other, as those of EmbeddingBag with offsets"
+                "pipetrain.Whole(...); pad rows that are packed into one tensor, as EmbeddingBag with offsets does"
             )
         rows = leaf.shape[0]
     return rows
@@ -82,7 +82,7 @@ def cut(batch: Tree, num_microbatches: int, name: str = "inputs") -> list[Tree]:
 
 
 def slices(batch: Tree, num_microbatches: int) -> list[Tree]:
-    """As `cut`, of a batch that was checked."""
+    """The same as `cut`, for a batch that was checked before."""
     leaves, spec = pytree.tree_flatten(batch)
     columns: list[Sequence[Any]] = [
         torch.tensor_split(leaf, num_microbatches)
@@ -118,12 +118,12 @@ def join(outputs: Sequence[Tree]) -> Tree:
 
 
 def weights_of(counts: Sequence[int | float]) -> list[float]:
-    """The weight of each microbatch in the loss: n_i / N, its part of the batch's count. Raises ValueError: nothing counts in the whole batch, a
-    negative count, or more than a float can hold."""
+    """The weight of each microbatch in the loss: n_i / N, its part of the batch's count. Raises ValueError: the counts are all 0, one is
+    negative, or their sum is infinite."""
     total = sum(counts)
     if not 0 < total < math.inf or min(counts) < 0:
         raise ValueError(
-            f"count_fn gave {list(counts)} over the microbatches: counts are 0 or more, and not all 0 or endless"
+            f"count_fn gave {list(counts)} over the microbatches: each count must be 0 or more, their sum more than 0 and finite"
         )
     return [count / total for count in counts]
 

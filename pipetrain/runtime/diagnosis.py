@@ -26,7 +26,7 @@ class Where(StrEnum):
 
     OUTPUT = "output"  # of its forward
     GRADIENT = "gradient"  # that its backward gives: of its input, or of its parameters
-    SUM = "sum of gradients"  # of its parameters over the microbatches, each of which is finite
+    SUM = "sum of gradients"  # the sum of a parameter's gradients, of which each microbatch's is finite
 
 
 # (kind of value, microbatch or -1 for none, layer in the whole model); the loss is the layer after the last.
@@ -44,7 +44,7 @@ class Finding:
     """The first value that is not finite, and what is known of its cause."""
 
     where: Where
-    microbatch: int | None  # None: of no single one
+    microbatch: int | None  # None: the value belongs to no single microbatch
     layer: int
     layer_name: str  # its type, or `loss_fn`
     stage: int
@@ -69,7 +69,7 @@ class Diagnosis:
 
     @staticmethod
     def of(parts: Iterable[bytes]) -> Diagnosis:
-        """From what `FiniteWatch.as_json` gave on each rank."""
+        """The diagnosis from the results of `FiniteWatch.as_json` on all ranks."""
         records = [json.loads(part) for part in parts]
         losses = {int(number): loss for record in records for number, loss in record["losses"].items()}
         found = [
@@ -90,7 +90,7 @@ class Diagnosis:
         if bad_weights:
             cause = f"its own weights are not finite ({', '.join(bad_weights[:3])})"
         elif where == Where.SUM:
-            cause = "that of each microbatch is finite: their sum overflows"
+            cause = "each microbatch's gradient is finite, but their sum overflows"
         elif layer == 0 and where == Where.OUTPUT and not all(record["inputs_are_finite"] for record in records):
             cause = "the inputs of the batch are not finite"
         else:
@@ -101,13 +101,13 @@ class Diagnosis:
 
 class FiniteWatch:
     """Checks each layer's output and gradients on one rank, in a step within `over`. Each check waits for the device: not for the hot path.
-    `replica` is the rank's; `first_microbatch` is the number of its first microbatch among those of all replicas."""
+    `replica` is the rank's replica; `first_microbatch` is the number of its first microbatch among those of all replicas."""
 
     def __init__(self, rank: int, stages: Mapping[int, AnyStage], replica: int, first_microbatch: int) -> None:
         self._rank, self._replica, self._first, self._stages = rank, replica, first_microbatch, stages
         self._layers = dict(pair for stage in stages.values() for pair in enumerate(stage.layers, stage.first_layer))
         self._seen: list[_Seen] = []
-        self._microbatch = 0  # whose B runs; those of one rank run one after the other
+        self._microbatch = 0  # the microbatch whose B runs; a rank runs its Bs one after the other
 
     @contextmanager
     def over(self) -> Iterator[None]:
@@ -137,7 +137,7 @@ class FiniteWatch:
                 tensor.register_hook(partial(self._on_gradient, microbatch, layer + 1))  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, microbatch: int | None, layer: int, gradient: Tensor) -> None:
-        """Of the input of `layer`, or (None) of one of its parameters."""
+        """A gradient of the input of `layer`, or, if `microbatch` is None, of one of its parameters."""
         self._microbatch = self._microbatch if microbatch is None else microbatch
         if not _is_finite(gradient):
             self._seen.append((Where.GRADIENT, self._microbatch, layer))

@@ -1,8 +1,8 @@
 """Runs one rank's part of a schedule: a table with a method for each kind of op, and a loop.
 
-    F2   take     the microbatch, or what the stage before gave: a message, or left by a stage of this rank      [1]
-         run      the stage                                                                                      [2]
-         give     its output to the SEND, or to the stage of this rank that comes next                           [3]
+    F2   take     the microbatch, or the output of the stage before: by message, or from a stage of this rank     [1]
+         run      the stage                                                                                    [2]
+         give     its output to the SEND, or to the stage of this rank that comes next                         [3]
 
 One thread runs (on a GPU: launches) all F, R and B of the rank and starts its transfers. The threads of the transport only report
 ends of transfers. The loop is work-conserving: while the next compute op waits for a message, the next recompute op runs if it may.
@@ -50,8 +50,8 @@ class Step:
     microbatches: Sequence[Any] = ()  # of stage 0
     targets: Sequence[Any] = ()  # of the last stage
     weights: Sequence[float] = ()  # what the loss of each microbatch is multiplied by
-    shares: Sequence[float] = ()  # what part of the batch each is
-    idle: frozenset[int] = frozenset()  # microbatches that count nothing: their ops do nothing
+    shares: Sequence[float] = ()  # each microbatch's share of the batch
+    idle: frozenset[int] = frozenset()  # microbatches without weight in the loss: their ops do nothing
     whole_inputs: Mapping[int, str] = field(default_factory=dict)  # by leaf: why it may not be changed in place
     whole_targets: Mapping[int, str] = field(default_factory=dict)  # likewise
     first_microbatch: int = 0  # of this replica, among those of all
@@ -59,7 +59,7 @@ class Step:
     past: Past | None = None  # in generation: what layers keep of the earlier tokens
     on_layer: Callable[[int, int, Any], None] | None = None  # given microbatch, layer and its output, in F
     on_op: Callable[[Op], None] | None = None  # called ahead of each op
-    explain: Callable[[Exception, int], Exception | None] | None = None  # of an error of a stage, a clearer one
+    explain: Callable[[Exception, int], Exception | None] | None = None  # (error, stage) -> a clearer error
     outputs: dict[int, Any] = field(default_factory=dict)
     proved: Places = frozenset()  # (stage, microbatch) whose R is compared with F
     witnessed: Places = frozenset()  # likewise, by checksums
@@ -91,12 +91,12 @@ class Executor:
         shared: SharedGradients | None = None,
     ) -> None:
         self.before_op: Callable[[Op, int], None] | None = None  # called ahead of each op of a training step
-        self.copies: HostCopies | None = None  # of sets; None: no schedule has them
+        self.copies: HostCopies | None = None  # copies of sets to and from host memory; None if the schedule has none
         self.on_call: OnCall | None = None
         self.rank, self._stages, self._transport, self._lanes = rank, stages, transport, lanes
         self._monitor, self._board = monitor, board
         self._shared = SharedGradients({}) if shared is None else shared
-        # By the op that writes: boundary tensors that its SEND, or the next stage of this rank, has not yet taken.
+        # Boundary tensors not yet taken, by `ProgramEntry.writes`: the SEND, or the op itself if a stage of this rank takes them.
         self._given: dict[Op, _Boundary] = {}
 
     def change(self, stages: Mapping[int, AnyStage], shared: SharedGradients) -> None:
@@ -110,7 +110,7 @@ class Executor:
         Only this thread starts transfers. So a transfer whose last wait is for a message starts after the F, R or B that is running
         when the message arrives.
 
-        Raises PipelineError: another rank failed. What an op of this rank raises, with a note that names the op.
+        Raises PipelineError: another rank failed. An op's own exception is raised with a note that names the op.
         """
         turns, ended = Turns(program), self._transport.ended
         self._lanes.start_step()
@@ -151,7 +151,7 @@ class Executor:
         return number
 
     def prepare(self, past: Past) -> None:
-        """Let the stages of this rank prepare for new tokens while their input is still being received."""
+        """Let the stages of this rank prepare for new tokens while their input is being received; stage 0 receives none."""
         if 0 not in self._stages:
             for stage in self._stages.values():
                 prepare_stage(stage, past)
@@ -314,8 +314,8 @@ def _stage_input(step: Step, microbatch: int, taken: _Boundary | None, *, is_las
     )
 
 
-# A method for each kind of op whose row in `schedule/kinds.py` says `runs`. A new kind needs an entry here, a method above, and one of the
-# stage. A method returns whether the op has ended; None: it has if its lane computes.
+# A method for each kind of op whose row in `schedule/kinds.py` says `runs`. A new kind needs an entry here, a method above, and a method
+# of the stage. A method returns whether the op has ended; None means: ended if the op is in a computing lane.
 _TABLE: Mapping[Kind, Callable[[Executor, ProgramEntry, Step], bool | None]] = {
     Kind.F: Executor._forward,
     Kind.R: Executor._recompute,

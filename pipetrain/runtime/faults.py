@@ -2,8 +2,7 @@
 
     PIPETRAIN_FAULTS="kill rank=1 op=1F2 step=3; slow rank=0 step=2 num_steps=5 seconds=0.1" pipetrain train
 
-An op is an F, R or B (`2B1`), or a message (`1SEND_F0`, `0RECV_B3`) as it is started; without `op` a fault strikes at every op of the
-rank that computes. Steps count from 1. A rank that torchrun has started again has no more faults.
+An op is an F, R or B (`2B1`), or a message (`1SEND_F0`, `0RECV_B3`) as it is started; without `op` a fault strikes at every op that computes on the rank. Steps count from 1. A rank that torchrun has started again has no more faults.
 """
 
 from __future__ import annotations
@@ -54,13 +53,14 @@ class Fault:
 
 
 def faults_of_environment() -> list[Fault]:
-    """The faults that `PIPETRAIN_FAULTS` asks for; none where torchrun has started this rank again. Raises ValueError: it cannot be read."""
+    """The faults that `PIPETRAIN_FAULTS` asks for; none where torchrun has started this rank again. Raises ValueError: the variable cannot
+    be parsed."""
     is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     return faults_in(os.environ.get(VARIABLE, "")) if is_first else []
 
 
 def faults_in(text: str) -> list[Fault]:
-    """Raises ValueError: it cannot be read."""
+    """The faults in `text`. Raises ValueError: it cannot be parsed."""
     return [_parse(part) for part in text.split(";") if part.strip()]
 
 
@@ -95,7 +95,7 @@ def inject(pipeline: Pipeline, faults: Iterable[Fault]) -> None:
                 continue
             match fault.deed:
                 case Deed.RAISE:
-                    raise InjectedFault(f"a fault was injected at {op} of rank {fault.rank} in step {step}")
+                    raise InjectedFault(f"a fault was injected at {op} of rank {fault.rank} in step {step + 1}")
                 case Deed.SLOW:
                     time.sleep(fault.seconds)
                 case Deed.DROP:

@@ -35,10 +35,10 @@ _GENERATOR_SEEDS = (1 << 63) - 1  # the bits of a seed that a generator takes
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next tokens are chosen by their logits.
+    """How the next tokens are chosen from their logits.
 
-    See `Pipeline.generate`. top_p leaves at least one token (Holtzman et al., "The curious case of neural text degeneration",
-    2020, section 3.1), after top_k. A draw depends on the seed, the number of the sample and the number of the token alone.
+    See `Pipeline.generate`. top_p is applied after top_k and leaves at least one token (Holtzman et al., "The curious case of neural text degeneration",
+    2020, section 3.1). A draw depends on the seed, the number of the sample and the number of the token alone.
 
     Raises ValueError: a number out of range.
     """
@@ -63,7 +63,7 @@ class Sampling:
             )
 
     def draw(self, logits: Tensor, token: int) -> Tensor:
-        """Token ids `[samples]`, int64, by logits `[samples, vocabulary]` on the host: of each sample, token number `token`."""
+        """Draw, from logits `[samples, vocabulary]` on the host, token number `token` of each sample: ids `[samples]`, int64."""
         drawn = []
         for sample, chances in enumerate(self.chances(logits)):
             generator = torch.Generator().manual_seed(mix(self.seed, sample, token) & _GENERATOR_SEEDS)
@@ -88,7 +88,7 @@ class Sampling:
 @dataclass(frozen=True)
 class Request:
     """Prompts, and how to continue them. `context`: the most tokens of a sample that layers see; a longer sample continues from its last
-    `context // 2`. None: no limit."""
+    `context // 2` tokens. None: no limit."""
 
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
@@ -108,8 +108,8 @@ class Request:
 def agree(make: Callable[[], Request] | None, layers: Mapping[int, nn.Module], chain: Chain) -> Request:
     """Send the request of the rank that holds the first stage (`make`, None elsewhere) to every rank. Collective.
 
-    Raises ValueError: what is wrong with it, or the first layer of a rank that cannot make text; the same on every rank; PipelineError: another
-    rank failed, or called something else.
+    Raises ValueError: what is wrong with the request, or a rank's first layer that cannot continue from earlier tokens; the same on every
+    rank; PipelineError: another rank failed, or called something else.
     """
     own: dict[str, Any] = {"problem": "", "request": None}
     lacking = next((number for number, layer in layers.items() if not goes_on(layer)), None)
@@ -200,8 +200,8 @@ class Continuations:
         return not any(self._open)
 
     def begin(self) -> Tensor:
-        """The new tokens of this turn, `[rows, new]`, int64: the last token of each sample; or, if layers have kept nothing, the latest tokens of
-        each sample, shorter samples padded in front."""
+        """The new tokens of this turn, `[rows, new]`, int64: the last token of each sample; or the latest tokens of each sample, padded in
+        front, in the first turn and after the context is full."""
         limit = self._request.context
         if self.num_new and (limit is None or self.past.length < limit):
             self.past.begin(1)
@@ -214,7 +214,7 @@ class Continuations:
         return torch.tensor([[0] * (length - len(row)) + row for row in rows], device=self._device)
 
     def take(self, tokens: Sequence[int], on_token: OnToken | None) -> None:
-        """Record each sample's next token; that of a sample that has ended is no part of its text."""
+        """Record each sample's next token. A token after a sample's end is not part of its text."""
         self.num_new += 1
         for row, token in enumerate(tokens):
             self._rows[row].append(token)
@@ -244,8 +244,8 @@ class Generation:
         self._forms: dict[tuple[int, ...], dict[Op, Form]] = {}  # by the shape of the tokens
 
     def run(self) -> list[Tensor]:
-        """The new tokens of each prompt, int64, on every rank. Collective. Raises PipelineError: another rank failed. What a layer of this rank
-        raises."""
+        """The new tokens of each prompt, int64, on every rank. Collective. Raises PipelineError: another rank failed. Also raises what a
+        layer of this rank raises."""
         samples = self._samples
         while not samples.is_over:
             chosen, what = self._pass_through(), f"token {samples.num_new}"
@@ -254,7 +254,7 @@ class Generation:
         return [torch.tensor(tokens) for tokens in samples.made]
 
     def _pass_through(self) -> bytes:
-        """The new tokens of a turn through the stages of this rank; on the last stage's rank returns those that are chosen."""
+        """Run a turn's tokens through the stages of this rank. Returns the chosen tokens on the last stage's rank, else b""."""
         samples = self._samples
         tokens = samples.begin()
         self.executor.prepare(samples.past)
@@ -273,7 +273,7 @@ class Generation:
         if self.choose is not None:
             chosen = fetch(self.choose(logits.clone()), what)  # a tensor that `choose` may change
         elif sampling.temperature == 0.0:
-            chosen = fetch(logits.argmax(-1), what)  # on the device: a copy of the logits is long
+            chosen = fetch(logits.argmax(-1), what)  # choose on the device, because copying the logits takes long
         else:
             chosen = sampling.draw(fetch(logits.clone(), what), number)
         return chosen.to(torch.int64).numpy().tobytes()

@@ -3,9 +3,9 @@
     replica 0   .grad = what its microbatches gave    ----+        .grad = the sum
     replica 1   .grad = what its microbatches gave    ----+-->     .grad = the sum, the same bits
 
-The ranks are the replicas of a stage, or those of two stages that share a parameter. Each replica back-propagates with its share
-n_i / N of all that counts, so gradients are summed and not averaged. If `.grad` holds gradients of earlier steps, a step puts them aside,
-sums its own over the ranks, and then adds the earlier ones.
+The ranks are the replicas of a stage, or those of two stages that share a parameter. Each replica weights its loss by n_i / N, its part of
+the whole count, so gradients are summed, not averaged. If `.grad` holds gradients of earlier steps, a step puts them aside, sums its own
+over the ranks, and then adds the earlier ones.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class SharedGradients:
     """The gradients that the REDUCE_GRAD ops of one rank sum.
 
     `copies` has, by op, the parameters that two stages share; both ranks list them in one order. `of_parts` has, by part of a stage, the
-    parameters whose gradients replicas sum. A parameter of several parts is summed with the last ready part; one in `copies`, only with those.
-    All replicas have the same parameters, and the same ones need a gradient. `now` returns the stages' present parameters, with names.
-    `runs_ahead`: the device may read a gradient after the host needs it no more, so gradients are held until the end of the step.
+    parameters whose gradients replicas sum. A parameter of several parts is summed with the part that is ready last; a parameter in
+    `copies` only with `copies`. All replicas have the same parameters, and the same ones need a gradient. `now` returns the stages' present
+    parameters, with names. `runs_ahead`: the device may read a gradient after the host needs it no more, so gradients are held until the
+    end of the step.
     """
 
     def __init__(
@@ -45,7 +46,9 @@ class SharedGradients:
         runs_ahead: bool = True,
     ) -> None:
         self._copies, self._of_parts, self._now, self._runs_ahead = copies, of_parts or {}, now, runs_ahead
-        self._buckets: dict[tuple[Op, ...], dict[Op, list[nn.Parameter]]] = {}  # by all reduces of a step
+        self._buckets: dict[
+            tuple[Op, ...], dict[Op, list[nn.Parameter]]
+        ] = {}  # keyed by the tuple of all reduces of a step
         self._trained: dict[Op, list[nn.Parameter]] = {}  # in this step
         self._before: dict[nn.Parameter, Tensor | None] = {}
         self._read: list[Tensor] = []
@@ -54,7 +57,7 @@ class SharedGradients:
         self._sparse: dict[nn.Parameter, int] = {}  # with sparse gradients -> their number of sparse dimensions
 
     def start_step(self, reduces: Sequence[Op]) -> None:
-        """Put the gradients of earlier steps aside for all parameters of `reduces`, so that `.grad` has those of this step only. Raises
+        """Put the gradients of earlier steps aside for all parameters of `reduces`, so that `.grad` has only this step's gradients. Raises
         ValueError: a stage has a parameter that it did not have when the pipeline was made."""
         if not reduces:
             self._trained = {}
@@ -69,7 +72,7 @@ class SharedGradients:
                 self._before[parameter], parameter.grad = parameter.grad, None
 
     def _refuse_replaced(self) -> None:
-        """The gradient of a parameter that came later would be summed by no bucket, and replicas would drift apart unseen."""
+        """Raise ValueError for a parameter that was added later: no bucket would sum its gradient, and replicas would drift apart."""
         known = {id(one) for bucket in (*self._copies.values(), *self._of_parts.values()) for one in bucket}
         if replaced := [name for name, parameter in self._now() if id(parameter) not in known]:
             raise ValueError(
@@ -106,8 +109,8 @@ class SharedGradients:
     def _together(
         self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, marked: Sequence[nn.Parameter]
     ) -> Tensor:
-        """All their gradients in one tensor, then for each of `marked` a 1 if it has a gradient here, else a 0. Summed over replicas, this is
-        the number of replicas in which it has one."""
+        """All their gradients in one tensor, then for each of `marked` a 1 if it has a gradient here, else a 0. Summed over replicas, a
+        mark counts the replicas in which the parameter has a gradient."""
         size = sum(parameter.numel() for parameter in parameters)
         piece = torch.empty(size + len(marked), dtype=dtype, device=(*parameters, *marked, torch.empty(0))[0].device)
         marks = piece[size:].fill_(1)
@@ -119,7 +122,7 @@ class SharedGradients:
         there, given, start = list[Tensor](), list[Tensor](), 0
         for parameter in parameters:
             strides = parameter.stride()
-            if not parameter.is_contiguous():  # those of the parameter, without gaps
+            if not parameter.is_contiguous():  # the parameter's strides, but without gaps
                 strides = torch.empty_like(parameter, device="meta").stride()
             room = piece.as_strided(parameter.shape, strides, start)
             start += parameter.numel()
@@ -165,7 +168,7 @@ class SharedGradients:
 
     def end_step(self) -> None:
         """End the step; all streams were joined, so gradients need no longer be held."""
-        assert not self._before, "gradients that several ranks have a part of were not added up"
+        assert not self._before, "some gradients were not summed over their ranks"
         self._read.clear()
 
     def finish(self, fetch: Fetch) -> None:
@@ -210,12 +213,12 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scale the gradients so that the global 2-norm is at most `max_norm`; returns the norm before, 0-dim on the host.
 
-    `parameters_of` are this rank's parameters per stage; `exchange` gives what each rank gave, to every rank. The norms of
+    `parameters_of` are this rank's parameters per stage; `exchange` sends this rank's bytes and returns those of all ranks. The norms of
     single tensors are put in the whole model's order and summed as torch.nn.utils.clip_grad_norm_ does, so that the result
     equals that of the model in one piece bit for bit. `uncounted` are the ids of parameters that are scaled here and count in the norm on
-    another rank. `fetch` brings the norms of all tensors to the host at once: on a GPU the one wait for the gradients.
+    another rank. `fetch` brings the norms of all tensors to the host at once: on a GPU this is the only wait for the gradients.
 
-    Raises ValueError: a `max_norm` that is no norm, on whichever rank; the same on every rank.
+    Raises ValueError, the same on every rank: some rank's `max_norm` is not a number of 0 or more.
     """
     own = {stage: list(parameters) for stage, parameters in parameters_of.items()}
     mistake = ""
@@ -250,7 +253,7 @@ def _norms(
 
 
 def _norm(gradient: Tensor) -> Tensor:
-    """The 2-norm of a gradient. In a sparse one, entries with the same index are summed first; of a DTensor, all ranks count."""
+    """The 2-norm of a gradient: of a DTensor over all ranks; in a sparse one, entries with one index are summed first."""
     if gradient.layout is not torch.strided:
         gradient = (gradient.coalesce() if gradient.layout is torch.sparse_coo else gradient).values()
     norm: Tensor = torch.linalg.vector_norm(gradient)
@@ -259,7 +262,7 @@ def _norm(gradient: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _scale(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor) -> None:
-    """As torch.nn.utils.clip_grads_with_norm_ does, which takes only dense gradients."""
+    """Scale gradients like torch.nn.utils.clip_grads_with_norm_, but sparse and sharded ones, too."""
     plain, factor = [], torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for parameter in parameters:
         gradient = parameter.grad

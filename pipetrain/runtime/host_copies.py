@@ -3,7 +3,7 @@
 On a GPU a copy is launched on the stream of its lane, from and to pinned memory. On a CPU a thread per lane makes the copies, and
 itself waits for other copies. The rules of memory on a GPU, none of which makes the host wait:
 
-    [1] the memory of a set on the device is freed once the compute stream is ordered after its OFFLOAD, for its next user is allocated there
+    [1] the memory of a set on the device is freed once the compute stream is ordered after its OFFLOAD, because its next user is allocated there
     [2] a RELOAD fills a buffer that is free on the device (`Ring`), as a receive does
     [3] an OFFLOAD may reuse a slab of the host after the RELOAD that read it; `check` proves that such a slab is free
 """
@@ -36,15 +36,16 @@ Ended = Callable[[Op, Callable[[], None]], None]
 
 
 class HostPool:
-    """Host memory of one rank for offloaded sets: slabs of stages, or of their parts, one per set, which are reused. `most` bounds the sets of each
-    stage on the host at any timing. The first set reserves that many slabs. `limit` bounds the bytes of all slabs together."""
+    """Host memory of one rank for offloaded sets: slabs of stages, or of their parts, one per set, which are reused. `most` has, by stage,
+    the largest number of sets on the host, however long ops take. The first set reserves that many slabs. `limit` bounds the bytes of all
+    slabs together."""
 
     def __init__(self, device: Device, limit: int, most: Mapping[int, int]) -> None:
         self._device, self._limit, self._most = device, limit, most
         # Of a stage or its part: free slabs, and the RELOAD after which each is free.
         self._free: dict[tuple[int, int | None], list[tuple[Tensor, Moment]]] = {}
         self._num_taken = 0
-        self._lock = threading.Lock()  # a thread takes, another gives
+        self._lock = threading.Lock()  # one thread takes slabs, another gives them back
         self.num_bytes = 0
 
     def _reserve(self, num_slabs: int, num_bytes: int) -> list[tuple[Tensor, Moment]]:
@@ -83,7 +84,7 @@ class HostPool:
         return slab
 
     def give(self, op: Op, slab: Tensor, after: Moment = 0) -> None:
-        """`slab` may be used again by what comes after the RELOAD number `after`. For any thread."""
+        """`slab` may be used again by an OFFLOAD ordered after RELOAD number `after`. For any thread."""
         with self._lock:
             self._free[op.stage, op.part].append((slab, after))
             self._num_taken -= 1
@@ -219,7 +220,7 @@ def _new_memory(num_bytes: int) -> UntypedStorage:
 
 
 def _nothing() -> None:
-    """What is left to do at the end of a copy that was made."""
+    """The rest of the work after a copy that succeeded: none."""
 
 
 def _raise(error: Any) -> NoReturn:

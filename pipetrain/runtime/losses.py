@@ -1,9 +1,10 @@
 """The loss of a step, summed over microbatches and replicas; the first step checks that `loss_fn` is a mean or a sum, as `loss_reduction` says.
 
 A step back-propagates the sum of `loss_fn(out_i, target_i) * share_i`. It equals the loss of the batch if `loss_fn` is a mean over rows, or
-over what `count_fn` counts. A `loss_fn` that is a sum gives a fraction of that loss; `loss_reduction="sum"` therefore sets the factors
-to 1. Most other losses give another number. `LossCheck` keeps outputs of the first step, without their graphs, and evaluates `loss_fn`
-on all of them together. A single output (each replica has one microbatch, or an output is large) is cut in two.
+over what `count_fn` counts. A `loss_fn` that is a sum gives a fraction of that loss; `loss_reduction="sum"` therefore sets the factors to
+1. Most losses of neither kind give another number than the loss of the batch. `LossCheck` keeps outputs of the first step, without their
+graphs, and evaluates `loss_fn` on all of them together. A single output (each replica has one microbatch, or an output is large) is cut in
+two.
 """
 
 from __future__ import annotations
@@ -216,14 +217,14 @@ class LossCheck:
             return
         if is_sum:
             raise ValueError(
-                f"loss_fn is a sum over rows ({together:.6g} for rows whose parts give {added:.6g} in all), and with loss_reduction='mean' "
-                f'loss and gradients would be 1/{num_microbatches} of it or so: give Pipeline(..., loss_reduction="sum"), or a loss_fn '
+                f"loss_fn is a sum over rows: all rows give {together:.6g}, the sum of their parts is {added:.6g}. With loss_reduction='mean' "
+                f'loss and gradients would be about 1/{num_microbatches} of that: give Pipeline(..., loss_reduction="sum"), or a loss_fn '
                 "that returns a mean"
             )
         if is_mean:
             raise ValueError(
-                f"loss_fn is a mean over rows ({together:.6g} for rows whose parts have the mean {mean:.6g}), and with "
-                f"loss_reduction='sum' loss and gradients would be {num_microbatches} times it or so: leave loss_reduction out"
+                f"loss_fn is a mean over rows: all rows give {together:.6g}, the mean of their parts is {mean:.6g}. With "
+                f"loss_reduction='sum' loss and gradients would be about {num_microbatches} times that: leave loss_reduction out"
             )
         if self.warns:
             taken = mean if self.reduction == MEAN else added
@@ -231,7 +232,8 @@ class LossCheck:
                 f"loss_fn gives {together:.6g} for rows together, and {taken:.6g} as the {self.reduction} over microbatches that is trained on, so "
                 "loss and gradients depend on num_microbatches. Usual causes: class weights (cross_entropy with weight=), padding that "
                 "the mean does not count (ignore_index=), losses over pairs of the batch (contrastive ones). For the first two give "
-                "count_fn=, what of a target counts: the sum of its weights, or the number of its entries that are not padding. The third sees only the pairs "
+                "count_fn=, which returns how much of a target counts: the sum of its weights, or the number of its entries that are not "
+                "padding. A contrastive loss sees only the pairs "
                 "within a microbatch",
                 stacklevel=2,
             )
@@ -247,7 +249,7 @@ def _put_away(leaf: Any) -> Callable[[], Any]:
 
 
 def _joined(parts: Sequence[list[Any]], whole: Set[int] = frozenset()) -> list[Any]:
-    """The leaves of several parts as those of one; `whole` are the same in each."""
+    """The leaves of several parts as those of one; `whole`: indices of leaves that are the same in each part."""
     joined = []
     for index, column in enumerate(zip(*parts, strict=True)):
         if isinstance(column[0], Tensor) and index not in whole:
@@ -255,7 +257,7 @@ def _joined(parts: Sequence[list[Any]], whole: Set[int] = frozenset()) -> list[A
         elif isinstance(column[0], Tensor) or all(leaf == column[0] for leaf in column):
             joined.append(column[0])
         else:
-            raise _NotComparable(f"a {type(column[0]).__name__} that is another for each microbatch")
+            raise _NotComparable(f"a {type(column[0]).__name__} that differs from microbatch to microbatch")
     return joined
 
 
@@ -265,12 +267,12 @@ def _cut_in_two(leaves: list[Any], whole: Set[int] = frozenset()) -> list[list[A
 
 
 def _cloned(leaves: list[Any]) -> list[Any]:
-    """Not views of the user's batch: a loss may change what it is given in place."""
+    """Copies, not views of the user's batch, because a loss may change its arguments in place."""
     return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _copy_of(loss_fn: Any) -> Any:
-    """A copy of a loss, or of a value in it, with its own state, also in the closure of a function. Weights are not copied."""
+    """A copy of a loss, or of a value in it, that shares no state with it, nor variables of a closure. Weights are not copied."""
     if isinstance(loss_fn, partial):
         named = {name: _copy_of(one) for name, one in loss_fn.keywords.items()}
         return partial(_copy_of(loss_fn.func), *map(_copy_of, loss_fn.args), **named)

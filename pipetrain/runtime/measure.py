@@ -88,7 +88,8 @@ def waits_told(stages: Mapping[int, AnyStage], device: Device) -> Iterator[None]
     for layer, place in found.items():
         warnings.warn(
             f"{layer} makes the host wait for the GPU in every microbatch ({place}), so that what should run beside it is launched too "
-            "late: do without .item(), .nonzero(), .tolist() and `if` on a tensor in its forward, or keep what they need on the CPU",
+            "late: do without .item(), .nonzero(), .tolist() and `if` on a tensor in its forward, or keep the "
+            "tensors that these calls read on the CPU",
             stacklevel=4,
         )
 

@@ -64,11 +64,11 @@ class Pipeline(StageWeights):
             `Schedule`.
         recompute: a mode or a `RecomputePolicy`.
         balance: the number of layers of each stage, or `"auto"`: the numbers with the shortest simulated step, R included. A layer's
-            simulated time is proportional to its FLOPs in a `ModelSpec`, or to its weights that are multiplied; where these are not known
-            (callables, convolutions), all layers take the same time.
+            simulated time is proportional to its FLOPs in a `ModelSpec`, or to the number of its weights in matrix products; where these
+            are not known (callables, convolutions), all layers take the same time.
         num_stages: default: ranks of one replica x stages_per_rank.
         num_replicas: whole pipelines, each of which gets its own rows of a batch (`own_rows`); gradients are summed over them.
-        plan: of `make_plan`: which rank holds which layers. It takes the place of `balance`, `num_stages`, `stages_per_rank`
+        plan: what `make_plan` returns; it says which rank holds which layers. It takes the place of `balance`, `num_stages`, `stages_per_rank`
             and `num_microbatches`, and can say more: `placement`, `warmup`.
         mesh: a DeviceMesh of torch.distributed with the dimensions `replica` and `stage`, and optionally `tensor` of size 1. It takes the place of
             `num_replicas` and `group`, and says which ranks make a replica; default: neighbouring ones.
@@ -77,13 +77,13 @@ class Pipeline(StageWeights):
         device: default: this rank's GPU where there are enough, else the CPU.
         seed: of dropout and, for callables, of the weights.
         count_fn: `count_fn(target)` is how much of a microbatch's target counts in the loss; default: its rows. A microbatch that counts 0 is not run.
-        loss_reduction: `loss_fn` is a `"mean"` over rows or a `"sum"`, whose losses and gradients are added up as they are. The first training step checks it.
+        loss_reduction: `"mean"` if `loss_fn` averages over rows, or `"sum"`, for which losses and gradients are added without weights. The first training step checks it.
         timeout_seconds: longest wait for another rank.
         on_event: is given every `OpEvent`, after its step; on a GPU, once the device has run the step.
         on_call: `on_call(op, layers)` runs where the schedule has a CALL, without a graph; `layers` are those of the op's stage.
 
-    Every rank calls the same methods in the same order. A rank that does not hold the first stage may pass None as inputs, one
-    that does not hold the last None as targets.
+    Every rank calls the same methods in the same order. A rank without the first stage may pass None as inputs; a rank without the last
+    stage may pass None as targets.
 
     Raises:
         ValueError: arguments that do not fit each other; the same on every rank.
@@ -235,7 +235,7 @@ class Pipeline(StageWeights):
 
     @property
     def seed(self) -> int:
-        """Of dropout, from the next step on; the same on every rank."""
+        """The seed of dropout. A new one holds from the next step on, and must be the same on every rank."""
         return self._parts.seed
 
     @seed.setter
@@ -249,7 +249,7 @@ class Pipeline(StageWeights):
     @property
     def mesh(self) -> DeviceMesh:
         """The ranks as a DeviceMesh with the dimensions `replica` and `stage`, for libraries that want one. The first access makes it and is
-        collective. Raises RuntimeError: torch.distributed was not initialised, as for a rank alone."""
+        collective. Raises RuntimeError: torch.distributed was not initialised, as in a run of one rank."""
         return self._group.mesh
 
     def replica_process_group(self) -> ProcessGroup | None:
@@ -258,8 +258,9 @@ class Pipeline(StageWeights):
         return self._group.replica_process_group()
 
     def own_rows(self, batch: Any) -> Any:
-        """The rows of this replica, out of a whole batch (a tensor, or a (nested) tuple or dict): num_microbatches of the num_replicas x
-        num_microbatches slices that `torch.tensor_split` cuts; with fewer rows than slices (for `evaluate`), one of num_replicas slices.
+        """The rows of this replica, out of a whole batch (a tensor, or a (nested) tuple or dict). The batch is cut by `torch.tensor_split`
+        into num_replicas x num_microbatches slices; the replica gets num_microbatches. With fewer rows, the batch is cut into num_replicas
+        slices.
 
         Raises ValueError: fewer rows than replicas, or tensors that disagree on their number.
         """
@@ -279,7 +280,7 @@ class Pipeline(StageWeights):
             ValueError: a batch that cannot be cut; a loss that is no scalar; a call under `torch.no_grad()`; a `scale` that is 0 or not
                 finite. Ranks that make the mistake raise it; all do if the first stage's rank makes it.
             PipelineError: another rank failed.
-            LossNotFinite: a PipelineError too, after which the pipeline can go on; `find_not_finite` says where it began.
+            LossNotFinite: a PipelineError after which the pipeline can go on; `find_not_finite` finds the first value that is not finite.
         """
         for one in self.beside:
             one.poll()
@@ -314,7 +315,8 @@ class Pipeline(StageWeights):
         return self._runner.loss_of(step)
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor:
-        """The loss of a batch of any size, of which each replica gets its own rows, on every rank's host; layers in eval mode, no gradients."""
+        """The loss of a batch of any size, on every rank's host. Each replica gets its own rows. Layers are in eval mode, without
+        gradients."""
         with self._in_eval_mode():
             step = Step(self.step_index, self._parts.seed, with_graph=False, with_loss=True)
             self._run("evaluate", step, inputs, targets)
@@ -334,7 +336,7 @@ class Pipeline(StageWeights):
                 module.training = mode
 
     def __call__(self, inputs: Any = None) -> Any:
-        """The output of the model on the last stage's rank, of the rows of its replica, without a graph; None on the others."""
+        """On the last stage's rank, the model's output for its replica's rows, without a graph; None on other ranks."""
         step = Step(self.step_index, self._parts.seed, with_graph=False, with_loss=False)
         self._run("call", step, inputs, None)
         return join([output for _, output in sorted(step.outputs.items())]) if self.is_last else None
@@ -361,14 +363,14 @@ class Pipeline(StageWeights):
             prompts: token ids to continue, on the first stage's rank: a list of lists or tensors, which may differ in length, a tensor
                 [prompts, tokens], or a tokenizer's dict of input_ids and attention_mask.
             max_new_tokens: how many tokens each prompt gets at most.
-            temperature: 0 takes the likeliest token; else tokens are drawn, by the softmax of the logits divided by it.
+            temperature: 0 takes the likeliest token; else tokens are drawn by the softmax of the logits divided by the temperature.
             top_k: draws only from the k likeliest tokens.
             top_p: draws only from the likeliest tokens that together have this share of the probability.
             seed: of what is drawn. It does not depend on the stages, the ranks, or the other prompts' lengths.
-            eos: token or tokens after which a prompt has ended; it is the last of its tokens.
+            eos: token or tokens that end a text; the text includes the token that ends it.
             context: the most tokens that layers see; a longer text continues from its last `context // 2` tokens. None: no limit.
             on_token: is given (number of the prompt, token) on every rank, once the token is known there. True ends the prompt; it must be the same on every rank.
-            choose: replaces temperature, top_k, top_p and seed: from logits [prompts, vocabulary] on the last stage's rank to ids [prompts].
+            choose: replaces temperature, top_k, top_p and seed: it gets logits [prompts, vocabulary] on the last stage's rank and returns ids [prompts].
 
         Raises:
             ValueError: prompts that are no token ids or are empty; layers that cannot continue from earlier tokens. The same on every rank.
@@ -433,8 +435,8 @@ class Pipeline(StageWeights):
     # Faults, for tests and drills ----------------------------------------------------------------------------------
 
     def before_ops(self, before: Callable[[Op, int], None] | None) -> None:
-        """Call `before(op, step)` on this rank before each op of a training step; None stops the calls. An F, R or B is about to run, a message
-        to start. What `before` raises counts as raised by the op."""
+        """Call `before(op, step)` on this rank before each op of a training step; None stops the calls. Then an F, R or B is about to run,
+        or a message is about to start. What `before` raises counts as raised by the op."""
         self._runner.executor.before_op = before
 
     def disconnect(self, op: Op) -> None:

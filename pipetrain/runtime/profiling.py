@@ -2,7 +2,7 @@
 
     layer, then a dummy that saves one number   seconds of F, of R through the whole layer, and of B
     the same, with outputs kept                 extra seconds of R for intercepting its operations
-    the layer with a split backward             seconds of I and W; bytes that W waits with
+    the layer with a split backward             seconds of I and W; bytes that are held for W
     the layer alone                             seconds of R up to the layer's last saved tensor; bytes of its set
     the layer under a mode that measures time   per operation: seconds, bytes of its outputs, how many of these are saved
 
@@ -55,7 +55,7 @@ def profile_layers(
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     say: _Say = lambda _: None,
 ) -> tuple[LayerProfile, ...]:
-    """Every layer of the model on one microbatch, `inputs` and `targets` as a batch of `step` has them; medians of `rounds`.
+    """Every layer of the model on one microbatch, `inputs` and `targets` as `Pipeline.step` takes them; medians of `rounds`.
 
     One layer at a time is on the device. `autocast` makes the context in which a training step runs. Optimizer bytes are those of AdamW: two
     moments of each trained weight.
@@ -143,7 +143,7 @@ class _Bench:
         through, alone = self._stage(number, [layer, _End()]), self._stage(number, [layer])
         keeping, split = self._stage(number, [layer, _End()], [Outputs()]), self._stage(number, [layer])
         with self.autocast():
-            # The first is proved, and not counted. The others add to its gradients, as in a step.
+            # The first turn is proved and not counted. Later turns add to its gradients, as in a step.
             for turn in range(1 + self.rounds):
                 turns = [self._turn(stage, given, turn) for stage in (through, alone, keeping)]
                 *halves, deferred = self._halves(split, given, turn)
@@ -196,7 +196,7 @@ class _Bench:
         return StageInput(moved, spec, wants, lambda layers: layer_seeds(0, 0, 0, [layer + number for layer in layers]))
 
     def _halves(self, stage: Stage, given: StageInput, turn: int) -> tuple[float, float, int]:
-        """Seconds of I and W of one microbatch, and the bytes that W waits with."""
+        """Seconds of I and W of one microbatch, and the bytes held from I to W."""
         before = stage.meter.current_bytes
         output = stage.forward(turn, given, keep=True, split=True)
         gradients = self._gradients(output)
@@ -283,7 +283,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[_Call] = []
         self.saved_keys: set[int] = set()
         self.inputs: dict[int, int] = {}  # bytes of the storages that the layer got
-        self.outputs: dict[int, int] = {}  # and gave
+        self.outputs: dict[int, int] = {}  # bytes of the storages of the layer's outputs
 
     def __enter__(self) -> _Trace:
         def enter(module: nn.Module, _: Any) -> None:
@@ -326,7 +326,8 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
     def own_bytes(self, below: float = math.inf) -> int:
-        """Bytes of saved storages without those that the layer got; of storages `below` so many bytes, as an OFFLOAD leaves them on the device."""
+        """Bytes of saved storages, without the layer's inputs. With `below`, only
+        smaller storages: OFFLOAD leaves those on the device."""
         sizes = {storage_key(one): one.untyped_storage().nbytes() for one in self._saved}
         return sum(size for key, size in sizes.items() if size < below and key not in self.inputs)
 
@@ -346,7 +347,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(sorted(found.values(), key=lambda one: -one.bytes)[:_LARGEST])
 
     def ops(self) -> tuple[OpProfile, ...]:
-        """What could be kept, by submodule and operation."""
+        """The operations whose outputs could be kept, by submodule and name."""
         groups: dict[tuple[str, str], list[_Call]] = {}
         for call in self.calls:
             if call.can_be_kept and call.sizes:

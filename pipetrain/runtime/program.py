@@ -1,13 +1,13 @@
 """One rank's part of a schedule, laid out for the executor's loop: queues of ops, and for each op the ops that wait for it.
 
-    transfers    0SEND_F0 0SEND_F1 ...      one queue for each stage edge and direction, sends before receives; one of reduces
-    copies       0OFFLOAD1 0OFFLOAD2 ...    down, and one up
+    transfers    0SEND_F0 0SEND_F1 ...      a queue for each stage edge and direction, sends before receives; then a queue of reduces
+    copies       0OFFLOAD1 0OFFLOAD2 ...    a queue of offloads, and one of reloads
     compute      0F0 0F1 0F2 ...
     recompute    0R0 0R1 ...
 
-An op may start when all ops that it waits for have ended and the op before it in its queue has started. A copy goes to the thread of its
-lane earlier, and that thread waits for the other copies. If two ops may start, the one in the upper queue does. If the host launches
-ahead of a device, there is one queue: the launch order. The executor obeys this, and nothing else, for every op.
+An op may start when all ops that it waits for have ended and the op before it in its queue has started. A copy goes to its lane's thread
+before the copies that it waits for have ended; that thread waits for them. If two ops may start, the one in the upper queue does. If the
+host launches ahead of a device, there is one queue: the launch order. The executor follows these rules, and no others, for every op.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class ProgramEntry:
 
     op: Op
     lane: Lane
-    microbatch: int  # -1: of none
+    microbatch: int  # -1 if the op belongs to no microbatch
     waits: tuple[Op, ...]
-    # Those of `waits` that the thread of a copy waits for: copies of other sets, if the host does not run ahead.
+    # The ops in `waits` that the thread of a copy waits for: copies of other sets; empty if the host runs ahead.
     waits_of_thread: tuple[Op, ...]
     reads: Op | None
     is_received: bool
@@ -75,7 +75,7 @@ class ProgramEntry:
 
 
 def _copies_another(other: Op, op: Op) -> bool:
-    """Whether `other` copies another set, or part of one, than `op`."""
+    """Whether `other` is a copy, and of another set or part than `op`."""
     return other.kind.row.lane in COPY_LANES and other._replace(kind=op.kind) != op
 
 
@@ -83,8 +83,9 @@ def _copies_another(other: Op, op: Op) -> bool:
 class Program:
     """The ops of one rank, numbered from 0: compute and recompute lane first, or all in launch order if the schedule has one.
 
-    `queues[q]` are the numbers of one queue; the first queue with an op that may start starts it. `followers[n]` are the ops that wait for op n.
-    `recomputed` are the (stage, microbatch) with an R: the others keep the set of their F. `reduces` are what adds up gradients.
+    `queues[q]` are the numbers of one queue; the first queue with an op that may start starts it. `followers[n]` are the ops that wait for
+    op n. `recomputed` are the (stage, microbatch) with an R: the others keep the set of their F. `reduces` are the REDUCE_GRAD ops, which
+    sum gradients.
     """
 
     schedule: Schedule
@@ -177,7 +178,7 @@ class Turns:
 
     def awaited(self) -> tuple[Op, Op]:
         """If no op may start: the first op that has not started, and the running transfer at the end of its chain of waits. If only running
-        transfers are left, both are the first of these."""
+        transfers are left, the first of them is returned twice."""
         program = self._program
         heads = [head for queue, head in zip(program.queues, self._heads) if head < queue.stop]
         under_way = first = min(heads) if heads else self._ended.index(False)

@@ -34,7 +34,7 @@ def reference_step(
         class Experts(nn.Module):                                       # one layer of the pipeline
             def forward(self, x):
                 share = self.gate(x).softmax(-1)
-                add_loss(0.01 * (share.mean(0) ** 2).sum())             # in the place of self.aux = ..., read by loss_fn
+                add_loss(0.01 * (share.mean(0) ** 2).sum())             # instead of a self.aux that loss_fn reads
                 return sum(share[:, [n]] * expert(x) for n, expert in enumerate(self.experts))
     """
     layers = list(model)

@@ -70,7 +70,7 @@ class CallRunner:
         before = self._device.memory().other_bytes
         self.transport = _connect(parts, plan, programs)
         after = self._device.memory().other_bytes
-        # None: the device cannot tell. Memory that other processes take or free meanwhile makes the number wrong.
+        # Memory of the communicators; None if the device cannot tell. Other processes that take or free memory meanwhile make it wrong.
         self.communicator_bytes = None if before is None or after is None else max(0, after - before)
         self.executor = Executor(group.rank, {}, self.transport, parts.lanes, group.monitor, group.board)
         self.adopt(plan, programs, stages, policy)
@@ -104,10 +104,11 @@ class CallRunner:
     def run(
         self, kind: str, step: Step, inputs: Any, targets: Any, *, is_training: bool, mistake: str | None = None
     ) -> Call:
-        """All ops of this rank; returns when its messages have left. `step.outputs` is filled then. Collective.
+        """Run all ops of this rank; returns when the rank's messages have left. `step.outputs` is filled then. Collective.
 
-        Raises ValueError: inputs that cannot be cut, targets that cannot be counted, or another `mistake` of the first rank, before anything has
-        run and on every rank; PipelineError: another rank failed, in this call or before. What an op of this rank raises.
+        Raises ValueError: inputs that cannot be cut, targets that cannot be counted, or another `mistake` of the first stage's rank. It is
+        raised on every rank, before any op runs. PipelineError: another rank failed, in this call or before. What an op of this rank
+        raises.
         """
         self.check_whole()
         count = None
@@ -122,7 +123,7 @@ class CallRunner:
         with self.failing_together(
             f"{kind} was given no targets on {monitor.name}, which holds the last stage" if lacks_targets else ""
         ):
-            if mistake is not None:  # this rank's, not that of the first stage's rank
+            if mistake is not None:  # only this rank made the mistake, not the first stage's rank
                 raise ValueError(f"{mistake} (on {monitor.name})")
             self._cut(call, step, inputs, targets)
             with self._parts.shared.unchanged(is_training=is_training) if self._has_shared else nullcontext():
@@ -136,8 +137,8 @@ class CallRunner:
 
     @contextmanager
     def failing_together(self, note: str = "") -> Iterator[None]:
-        """Runs ops in the block. If it fails, drops what is held and tells the other ranks; `note` is added to the error. Raises PipelineError:
-        another rank failed meanwhile."""
+        """Around a block that runs ops. If the block fails, drops what is held and tells the other ranks; `note` is added to the error.
+        Raises PipelineError: another rank failed meanwhile."""
         try:
             yield
             if self._group.monitor.failure is not None:  # noted by another thread after all ops were launched
@@ -220,7 +221,7 @@ class CallRunner:
         self._parts.meter.exclude([*parameters_in(modules), *buffers_in(modules)])
 
     def loss_of(self, step: Step) -> Tensor:
-        """The loss of all replicas, 0-dim, on every rank's host. Collective. Raises LossNotFinite: that of a microbatch is not finite."""
+        """The loss of all replicas, 0-dim, on every rank's host. Collective. Raises LossNotFinite: the loss of a microbatch is not finite."""
         return loss_of_all(step, self._plan.stage_ranks[-1], self._group, self._parts.fetch)
 
     def close(self) -> None:

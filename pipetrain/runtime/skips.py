@@ -169,8 +169,8 @@ class Skips(TorchFunctionMode):
             stage = self._now.stage
             raise ValueError(
                 f"{self._names[layer]} of stage {stage} computes with {left.shared.called(stage, left.key)}, where stage {left.stage} leaves a "
-                f"tensor in each forward ({left.shared.called(left.stage, left.key)}): it is that of another microbatch, and on two ranks "
-                f"nothing comes. {_INSTEAD}"
+                f"tensor in each forward ({left.shared.called(left.stage, left.key)}): this is the tensor of another "
+                f"microbatch, and between two ranks it is not sent. {_INSTEAD}"
             )
 
     def _end_step(self) -> None:
@@ -206,12 +206,12 @@ class Skips(TorchFunctionMode):
         assert other is not None
         return ValueError(
             f"stage {stage} finds nothing in {found[0].called(stage)} of stage {stage} ({type(error).__name__}: {error}), which is "
-            f"{found[0].called(other)} of stage {other} too: what one rank leaves there does not come to the other. {_INSTEAD}"
+            f"{found[0].called(other)} of stage {other} too: a value that one rank stores there does not reach the other rank. {_INSTEAD}"
         )
 
 
 def _number(shared: _Shared) -> int:
-    """The same number on every rank: the checksum of its name in the first stage that has it."""
+    """A number for a shared object, the same on every rank: the checksum of its name in its first stage."""
     return zlib.crc32(shared.called(min(shared.names)).encode())
 
 
@@ -221,7 +221,7 @@ def _can_be_changed(thing: Any) -> bool:
 
 
 def _lacks(thing: Any, error: Exception) -> bool:
-    """Whether `error` may have come of looking for something that is not in `thing`."""
+    """Whether `error` may be due to something missing in `thing`."""
     if isinstance(error, KeyError):
         return isinstance(thing, dict) and error.args[0] not in thing
     if isinstance(error, IndexError):

@@ -40,8 +40,9 @@ def state_dict(layers: Layers) -> dict[str, Any]:
 
 
 def load_state_dict(layers: Layers, state: Mapping[str, Any], other_names: Mapping[str, str] = {}) -> None:
-    """Load this rank's part of `state`, which may be the whole model's. `other_names`: a name of this rank -> the one that `state` has for it.
-    Raises ValueError: a tensor of this rank is missing in `state`, or has another shape; a name that its layers do not have."""
+    """Load this rank's part of `state`, which may be the whole model's. `other_names`: a name of this rank -> the one that `state` has for
+    it. Raises ValueError: a tensor of this rank is missing in `state` or has another shape, or `state` has a name
+    unknown to the layers."""
     if not isinstance(state, Mapping):
         raise ValueError(f"the state is a {type(state).__name__}: give tensors by name, as state_dict() returns them")
     for number, layer in sorted(layers.items()):
@@ -53,7 +54,7 @@ def load_state_dict(layers: Layers, state: Mapping[str, Any], other_names: Mappi
         if unknown:
             raise ValueError(
                 f"the state has {unknown[0]} (and {len(unknown) - 1} more of layer {number}), which the model does not: leave it out, or "
-                "load it into the model that it is of"
+                "load it into the model that it was saved from"
             )
         part = {name: state[other_names.get(start + name, start + name)] for name in own}
         for name, value in own.items():
@@ -153,8 +154,8 @@ class StageWeights:
         )
 
     def check_replicas(self) -> None:
-        """Compare the weights of all replicas, by a sum over the bits of each. Collective. Raises PipelineError: they differ; with the
-        ranks that differ, the same on every rank. The pipeline can go on."""
+        """Compare the weights of all replicas, by a sum over the bits of each tensor. Collective. Raises PipelineError, the same on every
+        rank, if they differ; it names the ranks. The pipeline can go on."""
         names = [self._group.names(rank) for rank in self._group.grid.ranks_of_stage(self._group.rank)]
         own = dict(named_parameters(self._parts.layers))
         check_replicas_equal(own, self._group.chain, self._group.replicas, names.__getitem__, self._parts.fetch)

@@ -126,7 +126,7 @@ def _ended_before(schedule: Schedule, rank: int) -> dict[Op, list[int]]:
 
 def _peaks_with_copies(schedule: Schedule, rank: int) -> Iterator[tuple[int, SetPeak]]:
     """As `peak_sets`, for the stages of one rank. When the n-th op of `Schedule.order` that takes a place has started, at most n sets have
-    come, and those have gone whose end it waits for. So n minus these bounds the sets that are there."""
+    come, and those have gone whose end it waits for. So at most n minus that number of sets are there."""
     before, taken = _ended_before(schedule, rank), Counter[int]()
     freed = {
         stage: [

@@ -65,11 +65,11 @@ def bound_of(schedule: Schedule, costs: Costs) -> float:
     + tail. A link carries its m tensors one after the other, which gives the same inequality for links. T is at least the greatest of these.
     For equal stages (s keeps n_kept(s) sets, recomputes n_rec(s)): max((m+p-1)(f+b) + 2(p-1)c, max_s[(m+s)(f+b) + 2sc + n_rec(s) r]).
 
-    Split backward. Each tail has I in place of B, and ends with the W of the step's last microbatch. All F, R and I of a rank come
-    before its last I. Its W come before it too, but for those of the sets alive at it: at most K per stage, with K slots. So T >= head + work
+    Split backward. Each tail has I in place of B, and ends with the W of the step's last microbatch. All F, R and I of a rank come before
+    its last I. Its W come before that I too, except those of sets still alive then: at most K per stage, with K slots. So T >= head + work
     - K w + tail. Nothing has to follow a W: T >= head + work. Each microbatch also runs a W on each stage s: T >= (the time until its I
-    there ends) + w. If a stage has backwards of both forms, B and I W, the time of one microbatch is that of the shorter form.
-    For equal stages with K = m this is at least max((m+p-1)(f+i) + w + 2(p-1)c, max_s[s(f+c) + m(f+i+w) + n_rec(s) r]).
+    there ends) + w. If a stage has backwards of both forms, B and I W, the time of one microbatch is that of the shorter form. For equal
+    stages with K = m this is at least max((m+p-1)(f+i) + w + 2(p-1)c, max_s[s(f+c) + m(f+i+w) + n_rec(s) r]).
 
     Slot-time. A kept set holds an activation slot of its stage from the start of F to the end of the backward. This takes at least
     L = f + the round trip through the later stages + b. A recomputed set holds a slot from the start of R, which the rank runs before
@@ -202,7 +202,7 @@ class _Links:
         return least
 
     def best_of(self, stage: int, number: int, microbatches: int) -> Choice:
-        """How many of the `number` sets that are not recomputed to keep and to offload, for the least step in which they fit."""
+        """Of `number` sets that are not recomputed: how many to keep and how many to offload, for the least step."""
 
         def seconds(away: int) -> float:
             return self.in_places(stage, number - away, away, microbatches - number)

@@ -93,7 +93,7 @@ def _segment_violation(op: Op, num_parts: int) -> str | None:
     may_have = op.kind in _WITH_PARTS and num_parts > 1
     if op.part is None:
         return (
-            f"is of one of {num_parts} parts; write which, as in {op}.0"
+            f"names none of its {num_parts} parts; write which, as in {op}.0"
             if may_have and op.kind in (RECOMPUTE, OFFLOAD, RELOAD)
             else None
         )
@@ -119,7 +119,7 @@ def each_op_in_its_place(schedule: Schedule) -> Iterator[Violation]:
     for rank, lane, op in schedule.ops():
         per_stage = op.kind.row.per_stage
         if per_stage and (op.microbatch is not None or op.part is None):
-            yield op, "is not spelled with a bucket, as 3REDUCE_GRAD.0, or 3REDUCE_GRAD.0>0 with another stage"
+            yield op, "is spelled without a bucket; write 3REDUCE_GRAD.0, or 3REDUCE_GRAD.0>0 with another stage"
         elif not per_stage and op.peer is not None:
             yield op, "the executor does not know ops of this form"
         elif (violation := _place_violation(op, rank, shape)) is not None:
@@ -393,7 +393,7 @@ def each_op_is_launched(schedule: Schedule) -> Iterator[Violation]:
 
 
 def launched_in_one_order(schedule: Schedule) -> Iterator[Violation]:
-    """There is no deadlock, even if an op waits for all that its rank has launched before, because a host waits for its device.
+    """There is no deadlock, even if each op also waits for all that its rank launched before it.
 
     Streams that share a queue of the hardware may wait in this way too. So may transfers: NCCL does not promise to run two at the same time.
     The rule holds if all ops have one order, in which a message is one op, and each rank launches its own ops in it.
@@ -405,7 +405,7 @@ def launched_in_one_order(schedule: Schedule) -> Iterator[Violation]:
 def each_recompute_gets_free_memory(schedule: Schedule) -> Iterator[Violation]:
     """An R that is launched after an op that reads a set also runs after that op on the device, because R may get the set's memory."""
     for op, reader in recomputed_too_early(schedule):
-        yield op, f"is launched behind {reader}, but does not come after it"
+        yield op, f"is launched after {reader}, but the device may run it before {reader} has ended"
 
 
 def sets_within_bounds(schedule: Schedule) -> Iterator[Violation]:
@@ -415,7 +415,7 @@ def sets_within_bounds(schedule: Schedule) -> Iterator[Violation]:
         if places is not None and peak.places > places:
             for_stage = f" for stage {stage}" if isinstance(schedule.policy.sets, tuple) else ""
             of = " of one part each" if schedule.policy.in_parts else ""
-            fault = f"stage {stage} may have {peak.sets:g} sets alive, its activation slots{of} are {places}"
+            fault = f"stage {stage} can have {peak.sets:g} sets alive at once, but only {places} activation slot{'' if places == 1 else 's'}{of}"
             yield peak.op, f"{fault}; use recompute.sets={peak.sets:g}{for_stage}, or an order with fewer"
 
 
@@ -425,7 +425,7 @@ def host_sets_within_bounds(schedule: Schedule) -> Iterator[Violation]:
         allowed = schedule.policy.host_sets_of(stage)
         held, op = (0, None) if allowed is None else peak_on_host(schedule, stage)
         if op is not None and allowed is not None and held > allowed:
-            yield op, f"stage {stage} may have {held} sets in host memory, allowed are {allowed}"
+            yield op, f"stage {stage} can have {held} sets in host memory at once; allowed are {allowed}"
 
 
 def stash_within_bounds(schedule: Schedule) -> Iterator[Violation]:

@@ -27,8 +27,9 @@ class Costs:
     `reduce` is the time in which a stage sums all its gradients over the replicas, one entry per stage; empty: 0 s. A part takes its
     share of it (`share_of`). `reduce_shared` is the time to sum a bucket with another stage; empty: as `reduce`.
 
-    `offload` is the time to copy a set to host memory, or back, one entry per stage; empty: as long as F. Where a schedule has copies, a hop
-    takes `copy_contention` times as long (an entry per edge; empty: as long as else): both use the host's memory, and often the same links.
+    `offload` is the time to copy a set to host memory, or back, one entry per stage; empty: as long as F. Where a schedule has copies, a
+    hop takes `copy_contention` times as long (an entry per edge; empty: copies do not slow hops): both use the host's memory, and often the
+    same links.
 
     `input_gradient` and `weight_gradient` are I and W, into which a schedule may split B; empty: half of B each.
 

@@ -158,5 +158,5 @@ def _check_ways(stage: int, shape: Shape, places: Mapping[Op, str], end: str) ->
             raise ValueError(f"{places[first]}: {first} stands without {missing}; allowed are B, or I and W after it")
         for before, after in itertools.pairwise(there[0]):
             if order[after] < order[before]:
-                what = "whose other half it is" if after.part is None else "the part that comes back first"
+                what = "whose other half it is" if after.part is None else "whose backward runs first"
                 raise ValueError(f"{places[after]}: {after} stands before {before}, {what}")

@@ -179,7 +179,7 @@ _ROWS: Mapping[Kind, KindRow] = {
     Kind.REDUCE_GRAD: KindRow(Lane.REDUCE, per_stage=True, peer_kind=Kind.REDUCE_GRAD, cost="reduce"),
 }
 
-# The ops of a microbatch on a stage, by direction: all ops of one of these sequences, in order. The first op reads the boundary tensor
+# In each direction, a microbatch passes a stage by the ops of one of these sequences, in order. The first op reads the boundary tensor
 # and writes that of the next stage. After the last op of a backward the stage holds nothing of the microbatch. Default: the first.
 PASS_SEQUENCES: Mapping[Direction, tuple[tuple[Kind, ...], ...]] = {
     Direction.FORWARD: ((Kind.F,),),

@@ -13,10 +13,10 @@ runs one transfer at a time. Any such wait may hang all ranks. So ranks launch i
         later op of its rank, even if each waits for all that its rank has launched before.
     [2] R comes right after the last op that it waits for. By then the host has freed only sets whose backwards the stream of R
         waits for. So R may use their memory at once, whatever the device still has to do.
-    [3] F waits for a SEND_F of its stage: the third last one before    0F3 <- 0SEND_F0      (bounds unsent outputs)
-        F in the launch order. B waits likewise for a SEND_B
-    [4] a tensor may depend on compute ops of the rank that receives    0RECV_B0 <- 0F0      (before 0F0 it cannot come)
-        it: the receive waits for the last of these
+    [3] F waits for the third last SEND_F of its stage that is launched before it, B likewise for a SEND_B, which
+        bounds the outputs that are not sent yet
+    [4] a receive waits for the last compute op of its own rank that its tensor depends on, for example 0RECV_B0 for
+        0F0: the tensor cannot come earlier
 
 The order costs no time while the host is ahead: the waits decide when an op runs. [4] costs none either: its op ends before the message can come.
 If a receiver is slow, the sends to it are late in the launch order, after F; [3] counts only sends before F, so F does not wait for it. This

@@ -115,7 +115,7 @@ def _without_copies(spec: ScheduleSpec, costs: Costs) -> Schedule:
     draft, orders = _split(spec, draft_of(spec, _ordered(spec)))
     for op, violation in stash_within_bounds(
         draft
-    ):  # in one line; `check` would refuse it too, but only after all passes
+    ):  # the error is one line; `check` would refuse this too, but only after all passes
         allowed = draft.policy.stash_of(op.stage)
         raise ValueError(f"pipeline.schedule={draft.family} recompute.stash={allowed}: {violation}")
     return _fastest([lower(draft, kept, costs, orders) for kept in dict.fromkeys(kept_patterns(draft))], costs)
@@ -123,7 +123,7 @@ def _without_copies(spec: ScheduleSpec, costs: Costs) -> Schedule:
 
 def with_copies(spec: ScheduleSpec, costs: Costs, most_placed: int = MOST_PLACED) -> Schedule:
     """The fastest of the schedules in which `offload.py` places the sets, of those that `by_stage.py` finds for the family `auto`, and, unless
-    offload=always, of the one without copies. With fewer microbatches `most_placed` it takes less time, and may be slower.
+    offload=always, of the one without copies. A smaller `most_placed` makes the search faster, but the step may be longer.
 
     Raises:
         ValueError: as `make_schedule`.
@@ -143,7 +143,8 @@ def with_copies(spec: ScheduleSpec, costs: Costs, most_placed: int = MOST_PLACED
     placed = min((placing.place(rule) for placing in placings for rule in rules), key=lambda one: one.seconds)
     if placed.seconds == math.inf and spec.policy.offload is Offload.ALWAYS:
         raise ValueError(
-            f"recompute.offload=always: pipeline.schedule={spec.name} finds no place for all sets with so few on the host; use recompute.offload=auto"
+            f"recompute.offload=always: pipeline.schedule={spec.name} cannot copy "
+            "all sets with so few slots and so few sets on the host; use recompute.offload=auto"
         )
     found = [held_to(spec, placed.lanes)] if placed.seconds < math.inf else []
     if spec.policy.offload is not Offload.ALWAYS:

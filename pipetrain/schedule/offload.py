@@ -9,7 +9,7 @@ B (offloaded). Nothing but a place holds RELOAD back, and it ends before its B. 
 
 The order of F and backwards is given. The rule goes through time, event by event, and decides as late as it can:
 
-    [1] F takes a place, unless none is free, or the next set that is missing needs it before this one could be gone again.
+    [1] F takes a place, unless none is free, or the next missing set needs that place before F's set could be offloaded.
         Without a place its set is recomputed; with `offload=always` F waits for one.
     [2] OFFLOAD, when its lane is free: of the sets that are there since F the one whose B is last, if others want its place before
         then, and if there is time to bring it back. So the sets that stay are those whose B is near.
@@ -104,7 +104,7 @@ class _Stage:
         bisect.insort(self.gone if where is _Where.GONE else self.away, pair)
 
     def next_of(self, missing: list[_Pair]) -> _Pair | None:
-        """The first in `missing` to get a place; one stays for the first missing set of all."""
+        """The first of `missing` that may take a place; None: the last free place is left to the first missing set of all."""
         pair = next((pair for pair in missing if self.where[pair[1]] is not _Where.GOING), None)
         return pair if pair is not None and self.free > (self.missing != [pair]) else None
 

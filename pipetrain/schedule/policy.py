@@ -98,10 +98,10 @@ FIRST, EVERY, OFF = "first", "every", "off"  # values of recompute.verify; a num
 class RecomputePolicy:
     """What is recomputed, and how much a stage may hold at once.
 
-    `sets` is the number of activation slots of a stage: one number, or a list with one per stage. A kept set takes a slot from its F to the end
-    of its backward, a recomputed one from its R. An R waits until a slot is free. `keep` says whether sets stay in free slots, if the order does
-    not say it. Its default is `none` with one slot per stage, so that `inline` does what other libraries do, else `auto`. `stash` is the most
-    microbatches that a stage may hold between F and the end of their backward, kept ones included; None: any number.
+    `sets` is the number of activation slots of a stage: one number, or a list with one per stage. A kept set takes a slot from its F to the
+    end of its backward, a recomputed one from its R. An R waits until a slot is free. `keep` says whether sets stay in free slots, if the
+    order does not say it. Its default is `none` with one slot per stage (so `inline` does what other libraries do), and `auto` with more.
+    `stash` is the most microbatches that a stage may hold between F and the end of their backward, kept ones included; None: any number.
 
     `selective`: outputs that stay from F to B, so that R does not compute them; entries as `Outputs.parse` reads them.
 
@@ -171,7 +171,7 @@ class RecomputePolicy:
             object.__setattr__(self, name, value)
         if self.offloads and self.mode is Mode.NEVER:
             raise ValueError(
-                f"recompute.offload={self.offload}: recompute.mode=never keeps every set, so no slot is short; use recompute.offload=none, "
+                f"recompute.offload={self.offload}: recompute.mode=never keeps every set, and slots do not limit it; use recompute.offload=none, "
                 "or leave mode=never out"
             )
         least = min(self.sets) if isinstance(self.sets, tuple) else self.sets
@@ -429,7 +429,7 @@ def _keep(value: object) -> Keep:
     if isinstance(value, int):
         raise ValueError(
             f"recompute.keep={value}: allowed are none and auto; how many sets a stage may hold is recompute.sets, and "
-            f"{value} kept beside a recomputed one are recompute.sets={value + 1}"
+            f"to keep {value} beside a recomputed one, set recompute.sets={value + 1}"
         )
     return _choice("recompute.keep", str(value), Keep)
 

@@ -42,7 +42,7 @@ def add_recompute(schedule: Schedule, chosen: Sets = frozenset()) -> Schedule:
     it decides itself what is recomputed. Copies go to lanes of their own; the lanes with which they came become its `order`.
 
     Raises:
-        ValueError: the schedule has R of sets that the mode or it itself keeps, or copies although the policy has none.
+        ValueError: the schedule has R of sets that the mode or the schedule keeps, or copies although the policy has none.
     """
     backwards = _places(schedule, _FIRST_READERS)
     written = _places(schedule, {RECOMPUTE})
@@ -215,7 +215,7 @@ def kept_patterns(draft: Schedule) -> Iterator[Sets]:
         yield fill_places(draft, for_recompute, range(microbatches), from_the_end=True)
 
 
-_MOST_FOR_RECOMPUTE = 1  # slots that a pattern leaves to R alone: more hardly let R run earlier
+_MOST_FOR_RECOMPUTE = 1  # slots that a pattern leaves to R alone: with more, R hardly runs earlier
 
 
 def fill_places(
@@ -267,7 +267,7 @@ class _Places:
     def keep(self, microbatch: int) -> bool:
         """Keep a set if that leaves enough slots for the others. Returns whether it is kept."""
         start, read, end = self._lives[microbatch]
-        before, then = self._per_set, self._per_set - 1  # slots more than with the latest R: before its reader, then
+        before, then = self._per_set, self._per_set - 1  # slots beyond the latest R: before its reader, from it on
         if max(self._needed[start:read], default=0) + before > self._size:
             return False
         if then and max(self._needed[read : end + 1], default=0) + then > self._size:

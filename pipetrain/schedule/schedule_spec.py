@@ -13,7 +13,7 @@ from pipetrain.schedule.policy import LastStage, RecomputePolicy
 
 # Stages x microbatches. A schedule with this many takes half a minute to make, check and simulate; one with ten times as many, ten minutes.
 MOST_PASSES = 2**17
-# Beyond, one order is made where of fewer the fastest of several is chosen: to make and simulate each takes seconds.
+# Above this only one order is made; below, the fastest of several is chosen. Each takes seconds.
 MOST_COMPARED = 2**14
 
 
@@ -106,7 +106,7 @@ class ScheduleSpec:
         if self.policy.in_parts and (self.split_backward or self.family in ALWAYS_SPLIT):
             halves = "pipeline.split_backward=true" if self.split_backward else f"pipeline.schedule={self.family}"
             raise ValueError(
-                f"recompute.segments={self.policy.segments}: with {halves} a backward has halves, and those have no parts; use "
+                f"recompute.segments={self.policy.segments}: with {halves} a backward is split into I and W, which cannot run in parts; use "
                 "recompute.segments=1, or whole backwards (pipeline.split_backward=false, another pipeline.schedule)"
             )
 
@@ -123,7 +123,9 @@ class ScheduleSpec:
                 f"which makes pipeline.num_microbatches={max(1, MOST_PASSES // stages)}"
             )
         if not 0 <= self.first_backward <= stages:
-            raise ValueError(f"first_backward={self.first_backward}: a stage, or num_stages={stages} for forwards only")
+            raise ValueError(
+                f"first_backward={self.first_backward}: allowed is a stage, or num_stages={stages} for forwards only"
+            )
         if self.transport_ahead < 0:
             raise ValueError(f"transport.prefetch={self.transport_ahead}: tensors received ahead of use are 0 or more")
         self.policy.check_stages(stages)

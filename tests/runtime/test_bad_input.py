@@ -214,7 +214,7 @@ BATCHES = {
     "a list": r"inputs\['b'\] is a list of 8 plain values, as many as the batch has rows, and is not cut",
     "an object": r"inputs\[1\] is a .*Holder with tensors in it, which are not cut",
     "sparse": r"inputs\[1\] is a tensor of layout torch.sparse_coo, which cannot be cut",
-    "gradient": r"inputs\[1\] requires a gradient: .* Give it as .detach\(\), or make what computes it the first layer",
+    "gradient": r"inputs\[1\] requires a gradient: .* Give it as .detach\(\), or move its computation into the first layer",
     "whole gradient": r"inputs\[1\] \(Whole\) requires a gradient",
     "inference": r"inputs was made under torch.inference_mode\(\), .* give its .clone\(\)",
     "scale": r"step was given scale=nan: a finite number other than 0",

@@ -336,7 +336,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "another shape": (
         lambda: pipeline_of(other_shape()),
-        "ValueError: 0.words.weight and 5.weight are one parameter, and cannot be: [11, 8] of float32, trained and [7, 8] of float32",
+        "ValueError: 0.words.weight and 5.weight are said to be one parameter, but differ: [11, 8] of float32, trained and [7, 8] of float32",
     ),
     "no such name": (
         lambda: pipeline_of(unnamed()),
@@ -380,7 +380,7 @@ def test_a_state_with_one_name_or_with_both() -> None:
         assert torch.equal(one, other)
         assert torch.equal(two, other)
     assert both.startswith(
-        "ValueError: 0.words.weight and 5.words.weight are one parameter and have other values in the state"
+        "ValueError: 0.words.weight and 5.words.weight are one parameter, but have different values in the state"
     )
 
 

@@ -148,7 +148,7 @@ def test_no_room_at_all_is_named() -> None:
         return AllKept(gpipe(shape))
 
     with pytest.raises(
-        ScheduleError, match=r"stage 0 may have 4 sets alive, its activation slots are 1; use recompute.sets=4"
+        ScheduleError, match=r"stage 0 can have 4 sets alive at once, but only 1 activation slot; use recompute.sets=4"
     ):
         check(make_schedule(keeping_all, num_stages=3, num_microbatches=4, split_backward=True))
 

@@ -198,7 +198,7 @@ def test_a_copy_has_another_end() -> None:
         ("0OFFLOAD0", "0F0", "0OFFLOAD0: does not wait for 0F0"),
         ("0RELOAD0", "0OFFLOAD0", "0RELOAD0: does not wait for 0OFFLOAD0"),
         ("0B0", "0RELOAD0", "0B0: does not wait for 0RELOAD0"),
-        ("0R1", "0B0", "stage 0 may have 2 sets alive"),
+        ("0R1", "0B0", "stage 0 can have 2 sets alive at once"),
     ],
 )
 def test_each_wait_of_a_copy_is_needed(op: str, awaited: str, says: str) -> None:
@@ -224,7 +224,7 @@ def test_no_circle_runs_through_copies() -> None:
 
 
 def test_more_sets_than_places_in_the_order_are_refused() -> None:
-    assert "stage 0 may have 2 sets alive" in refused(
+    assert "stage 0 can have 2 sets alive at once" in refused(
         written("0F0,0F1,0OFFLOAD0,0RELOAD0,0B0,0B1,0F2,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n")
     )
 
@@ -237,7 +237,7 @@ def test_sets_on_the_host_have_a_bound() -> None:
     assert waits(bounded, "0OFFLOAD1") == {"0F1", "0RELOAD0"}
     assert peak_on_host(bounded, 0)[0] == 1
     unbounded = dataclasses.replace(written(order), policy=bounded.policy)
-    assert "0OFFLOAD1: stage 0 may have 2 sets in host memory, allowed are 1" in refused(unbounded)
+    assert "0OFFLOAD1: stage 0 can have 2 sets in host memory at once; allowed are 1" in refused(unbounded)
 
 
 def test_a_set_in_parts_goes_part_by_part() -> None:

@@ -82,7 +82,7 @@ BROKEN = {
     "twice": (with_words(four(), 0, "0REDUCE_GRAD.0>3 0REDUCE_GRAD.0>3"), "0REDUCE_GRAD.0>3: stands there 2 times"),
     "unasked": (with_words(four(), 1, "1REDUCE_GRAD.1>2"), "1REDUCE_GRAD.1>2: reduces a parameter that no two stages share"),
     "with itself": (with_words(four(), 1, "1REDUCE_GRAD.0>1"), "1REDUCE_GRAD.0>1: reduces a parameter that no two stages share"),
-    "no bucket": (with_words(four(), 1, "1REDUCE_GRAD>2"), "1REDUCE_GRAD>2: is not spelled with a bucket"),
+    "no bucket": (with_words(four(), 1, "1REDUCE_GRAD>2"), "1REDUCE_GRAD>2: is spelled without a bucket"),
     "other rank": (with_words(four(), 1, "0REDUCE_GRAD.0>3"), "0REDUCE_GRAD.0>3: stands there 2 times"),
     "other lane": (
         with_words(with_words(four(), 0, "", lane=Lane.SEND), 0, lane(four(), 0, Lane.SEND)),

@@ -142,7 +142,7 @@ BROKEN = {
     "one replica": (dataclasses.replace(of_replicas(), num_replicas=1), "0REDUCE_GRAD.0: there is one replica"),
     "frozen": (with_words(of_replicas(first_backward=1), 0, "0REDUCE_GRAD.0"), "0REDUCE_GRAD.0: is no bucket of 4 replicas"),
     "other rank": (with_words(with_words(of_replicas(), 0, ""), 1, "0REDUCE_GRAD.0 1REDUCE_GRAD.0"), "the line of rank 1, but stage 0 lives on rank 0"),
-    "no bucket": (with_words(of_replicas(), 0, "0REDUCE_GRAD"), "0REDUCE_GRAD: is not spelled with a bucket, as 3REDUCE_GRAD.0"),
+    "no bucket": (with_words(of_replicas(), 0, "0REDUCE_GRAD"), "0REDUCE_GRAD: is spelled without a bucket; write 3REDUCE_GRAD.0"),
     "too early": (with_words(of_replicas(), 0, "0REDUCE_GRAD.0", {"0REDUCE_GRAD.0": "0B1"}), "0REDUCE_GRAD.0: does not wait for 0B2"),
     "a part too early": (with_words(PARTS, 0, "0REDUCE_GRAD.2 0REDUCE_GRAD.1 0REDUCE_GRAD.0", {"0REDUCE_GRAD.1": "0B2.2"}), "0REDUCE_GRAD.1: does not wait for 0B2.1"),
     "first part first": (with_words(PARTS, 0, "0REDUCE_GRAD.0 0REDUCE_GRAD.1 0REDUCE_GRAD.2"), "0REDUCE_GRAD.0: stands before 0REDUCE_GRAD.1, which"),

@@ -76,7 +76,7 @@ BROKEN = {
         "1F1.3: is no op of a compute lane here: only R, B and copies have parts",
     ),
     "no such part": (in_parts(("1B1.2", "1B1.9")), "1B1.9: is of part 9; stage 1 has parts 0 to 2"),
-    "which part": (in_parts(("1R1.2", "1R1")), "1R1: is of one of 3 parts; write which, as in 1R1.0"),
+    "which part": (in_parts(("1R1.2", "1R1")), "1R1: names none of its 3 parts; write which, as in 1R1.0"),
     "a part of b": (in_parts(("1B1.1", "")), "1B1.1: is missing: 1B1.2 needs it"),
     "a part of r": (in_parts(("1R1.1", "")), "1R1.1: is missing: the set is not kept"),
     "parts in order": (in_parts(("1R1.2 1B1.2 1R1.1 1B1.1", "1R1.1 1B1.1 1R1.2 1B1.2")), "does not wait for 1B1.2"),
@@ -90,7 +90,7 @@ BROKEN = {
     ),
     "places of parts": (
         in_parts(("1R1.2 1B1.2 1R1.1 1B1.1", "1R1.2 1R1.1 1B1.2 1B1.1")),
-        "may have 0.666667 sets alive, its activation slots of one part each are 1; use recompute.sets=0.666667, or",
+        "can have 0.666667 sets alive at once, but only 1 activation slot of one part each; use recompute.sets=0.666667, or",
     ),
     "each_forward": (edited(1, Lane.COMPUTE, ("1F1", "")), "1F1: is missing"),
     "each_backward": (edited(1, Lane.COMPUTE, ("1B1", "")), "1B1: is missing"),
@@ -141,7 +141,7 @@ BROKEN = {
             "1RECV_F2 1SEND_F1 1F2 1SEND_F2 1RECV_B0 1B0 1R1",
             TWO_PLACES,
         ),
-        "1R1: is launched behind 1B0, but does not come after it",
+        "1R1: is launched after 1B0, but the device may run it before 1B0 has ended",
     ),
     "sets_within_bounds": (
         dataclasses.replace(VALID, waits={op: w for op, w in VALID.waits.items() if str(op) != "1R1"}),
@@ -149,7 +149,7 @@ BROKEN = {
     ),
     "places": (
         rewaited("1R1", "1F1", "1F2"),
-        "stage 1 may have 2 sets alive, its activation slots are 1; use recompute.sets=2, or",
+        "stage 1 can have 2 sets alive at once, but only 1 activation slot; use recompute.sets=2, or",
     ),
     "each_copy_comes_back": (
         edited(1, Lane.RELOAD, ("1RELOAD1", ""), schedule=OFFLOADED),
@@ -157,7 +157,7 @@ BROKEN = {
     ),
     "host_sets_within_bounds": (
         dataclasses.replace(OFFLOADED, policy=RecomputePolicy(offload="always", host_sets=(2, 3, 3))),  # type: ignore[arg-type]
-        "0OFFLOAD2: stage 0 may have 3 sets in host memory, allowed are 2",
+        "0OFFLOAD2: stage 0 can have 3 sets in host memory at once; allowed are 2",
     ),
     "stash_within_bounds": (
         dataclasses.replace(VALID, policy=RecomputePolicy(stash=(3, 2, 1))),
@@ -186,7 +186,7 @@ def test_keeping_more_than_the_policy_allows() -> None:
     check(kept)
     for fewer, found in ((2, "use recompute.sets=3, or"), ((2, 3, 3), "use recompute.sets=3 for stage 0, or")):
         greedy = dataclasses.replace(kept, policy=RecomputePolicy(sets=fewer))
-        with pytest.raises(ScheduleError, match=f"may have 3 sets alive, its activation slots are 2; {found}"):
+        with pytest.raises(ScheduleError, match=f"can have 3 sets alive at once, but only 2 activation slots; {found}"):
             check(greedy)
     with pytest.raises(ValueError, match=r"recompute.sets=\[3, 3\] has 2 numbers for 3 stages"):
         check(dataclasses.replace(kept, policy=RecomputePolicy(sets=(3, 3))))

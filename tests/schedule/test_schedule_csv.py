@@ -53,7 +53,8 @@ def test_a_file_with_r_says_which_sets_are_kept(tmp_path: Path) -> None:
     assert [str(op) for op in shown.schedule.lane(0, Lane.RECOMPUTE)] == ["0R1"]
     path.write_text("0F0,0F1,0F2,0B0,0B1,0R2,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n")
     with pytest.raises(
-        ScheduleError, match=r"0F1: stage 0 may have 2 sets alive, its activation slots are 1; use recompute.sets=2"
+        ScheduleError,
+        match=r"0F1: stage 0 can have 2 sets alive at once, but only 1 activation slot; use recompute.sets=2",
     ):
         show(str(path), num_stages=2, num_microbatches=3)
     with pytest.raises(ValueError, match="but the schedule itself has R"):
@@ -81,7 +82,7 @@ def test_a_generator_or_a_file_may_say_that_all_sets_are_kept(mode: str, tmp_pat
 
 def test_keeping_all_stays_within_the_policy() -> None:
     with pytest.raises(
-        ScheduleError, match=r"stage 0 may have 4 sets alive, its activation slots are 1; use recompute.sets=4"
+        ScheduleError, match=r"stage 0 can have 4 sets alive at once, but only 1 activation slot; use recompute.sets=4"
     ):
         check(make_schedule(keeping_all, num_stages=3, num_microbatches=4))
     frozen = make_schedule(keeping_all, num_stages=3, num_microbatches=2, first_backward=2)

@@ -128,7 +128,7 @@ def test_r_waits_beside_a_kept_set_of_later() -> None:
     assert schedule.kept == {(0, 2)}
     assert waits(schedule, "0R1") == {"0F1", "0B0"}
     one = dataclasses.replace(policy, sets=1)
-    with pytest.raises(ScheduleError, match="stage 0 may have 2 sets alive, its activation slots are 1"):
+    with pytest.raises(ScheduleError, match="stage 0 can have 2 sets alive at once, but only 1 activation slot"):
         check(make_schedule(order, num_stages=1, num_microbatches=3, recompute=one))
 
 

@@ -99,7 +99,7 @@ def test_the_places_of_w_that_come_out_of_order_are_free_when_they_are() -> None
 
 
 def test_a_place_too_few_is_named() -> None:
-    with pytest.raises(ScheduleError, match="1R1: stage 1 may have 2 sets alive, its activation slots are 1"):
+    with pytest.raises(ScheduleError, match="1R1: stage 1 can have 2 sets alive at once, but only 1 activation slot"):
         check(make_schedule(zero_bubble_h1, num_stages=3, num_microbatches=4, recompute="overlap"))
 
 

@@ -8,7 +8,7 @@ A stage gives the one before it a deadline for each F and a moment for each grad
 time. If a stage has no order, or none is found, a longer step or another start of the last stage is tried. Each stage alone is small:
 
     by_rule      the rule of `offload.py` places its sets. Its F and B come in the order of these moments, F some time before its deadline, so
-                 that there is room for R; of the tries in time the best counts
+                 that there is room for R; of the tries that keep all deadlines the best counts
     by_solver    constraint programming (CP-SAT of ortools) starts from there: the starts of all ops, and for each set whether it is kept,
                  recomputed or offloaded. A joint model of all stages, with five ops per set and stage, finds nothing in minutes
 
@@ -40,11 +40,26 @@ from pipetrain.schedule.search.polish import in_units, solved, unit_of
 # Shares of the effort, one per attempt at a step: many short ones find more than a few long ones.
 _SHARES = (0.01, 0.01, 0.02, 0.02, 0.04, 0.04, 0.08, 0.08, 0.16, 1.0)
 _FINEST = 1 / 500  # of a step: steps this close are not told apart
-_AHEAD = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 1e6)  # so many R early F ends
+_AHEAD = (
+    0.0,
+    0.5,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    3.0,
+    4.0,
+    5.0,
+    6.0,
+    8.0,
+    10.0,
+    12.0,
+    1e6,
+)  # durations of R from F's end to its deadline
 _TRIES = list(itertools.product(_AHEAD, map(CopyRule, (2.0, 2.0, 2.5, 3.0, 3.0, 2.5), (0.0, 0.5, 0.25, 0.0, 0.5, 1.0))))
 random.Random(0).shuffle(_TRIES)  # so that the first of them are of all sorts
 MOST_PLACED = 2**16  # microbatches that `by_rule` places: a second or two
-_ATTEMPTS = 8  # that it makes at most
+_ATTEMPTS = 8  # attempts that `by_rule` makes at most
 _MOST_HINTED = 2**13  # microbatches that the rule places for one stage before the solver begins
 _ROUNDING = 1e-6
 _COARSE = 4  # coarse units in the shortest F
@@ -78,7 +93,7 @@ def by_solver(
 ) -> Iterator[ListedOrder]:
     """As `by_rule`, by constraint programming; the same ones on any machine if the effort is in steps.
 
-    The first half of the effort goes to times in quarters of an F, where short hops are 0: in finer ones the solver finds less. `step_of`
+    The first half of the effort counts time in quarters of an F, so short hops are 0. With finer units the solver finds less. `step_of`
     simulates an order on the real times.
     """
     fine, coarse = unit_of(problem.costs, seconds), min(filter(None, problem.costs.forward), default=0.0) / _COARSE
@@ -134,7 +149,7 @@ def _in_turn(
 
 
 class _Window:
-    """A stage of a problem in a step that takes `step`: its whole costs, and the time in which its ops may run."""
+    """A stage of a problem in a step that takes `step`: its costs in whole units, and the time in which its ops may run."""
 
     def __init__(self, problem: OrderProblem, stage: int, step: int) -> None:
         costs, first = problem.costs, problem.first_backward
@@ -358,7 +373,7 @@ class _Model:
             self.model.Add(self._start[second] >= self._ended(first)).OnlyEnforceIf(*chosen)
 
     def _add_sets(self) -> list[Any]:
-        """What becomes of each set, and the places that it takes; the intervals of R."""
+        """Add what becomes of each set and the places that it takes. Returns the intervals of R."""
         window, model, stage, problem = self._window, self.model, self._window.stage, self._window.problem
         busy, down, up, lives, on_host = [], [], [], [], []
         must, may = problem.policy.offload is Offload.ALWAYS, problem.chooses(stage)

@@ -69,7 +69,7 @@ def polish(problem: OrderProblem, start: Schedule, effort: Effort) -> Polished:
 
 
 def solved(solver: Any, model: Any) -> int:
-    """Solves on another thread, so that Ctrl-C ends the search and the command at once. The status."""
+    """Solves on another thread, so that Ctrl-C ends the search and the command at once. Returns the status."""
     solver.parameters.catch_sigint_signal = False
     with ThreadPoolExecutor(1) as pool:
         solving = pool.submit(solver.Solve, model)
