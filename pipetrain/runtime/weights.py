@@ -117,7 +117,7 @@ class StageWeights:
                 parameter.grad.zero_()
 
     def train(self, mode: bool = True) -> Self:
-        """Put this rank's layers into training mode. Does not communicate, but call it on every rank."""
+        """Put this rank's layers into training mode, or into eval mode with False. Does not communicate, but call it on every rank."""
         if not isinstance(mode, bool):
             raise ValueError(f"train was given mode={mode!r}: True or False is needed")
         self._training = mode
@@ -161,7 +161,7 @@ class StageWeights:
         check_replicas_equal(own, self._group.chain, self._group.replicas, names.__getitem__, self._parts.fetch)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers of this rank's layers, by name."""
+        """Strided parameters and buffers of this rank's layers, by name."""
         return {
             f"{number}.{name}": tensor
             for number, layer in sorted(self._parts.layers.items())
