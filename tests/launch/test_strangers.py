@@ -24,7 +24,7 @@ MOST_MORE = 20  # descriptors of a process
 
 def test_a_forged_pickle_is_not_executed(tmp_path: pathlib.Path) -> None:
     """Under every key of every store that answers, from the start of the processes to their end."""
-    process = begin(tmp_path, [*RUN, "run_dir=run", *make_text(tmp_path / "text"), "steps=30"])
+    process = begin(tmp_path, [*RUN, "run_dir=run", *make_text(tmp_path / "text"), "steps=10"])
     answers = 0
     while process.poll() is None:
         answers += sum(forge(port, f"touch {tmp_path}/executed") for port in ports_of(run_of(process.pid)))

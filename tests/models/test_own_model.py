@@ -182,7 +182,10 @@ def test_weights_follow_the_seed_and_the_callers_generators_stay() -> None:
     assert torch.equal(first, plain[1].weight)  # as a user who seeds with it gets them
 
 
-def test_loss_and_count_are_named_like_the_model() -> None:
+def test_loss_and_count_are_named_like_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        own_size, "_counted", lambda question: count(of("with_loss"))
+    )  # here: another process loads torch
     default = make_spec(of("whole"), 0)
     output, targets = torch.randn(2, 3, 16), torch.tensor([[1, 2, -100], [3, -100, -100]])
     assert default.loss_fn is not None

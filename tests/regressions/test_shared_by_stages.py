@@ -53,7 +53,7 @@ def test_a_loss_with_parameters_of_its_own() -> None:
     for loss in (own, own.method, functools.partial(of, own)):
         with pytest.raises(
             ValueError,
-            match=r"loss_fn has parameters of its own to train \(weight\).*make what has them the last layer",
+            match=r"loss_fn has parameters of its own to train \(weight\).*make the module that has them the last layer",
         ):
             Pipeline([nn.Linear(4, 4)], loss, num_microbatches=3)
     refused_in_step("^loss_fn uses a tensor .*weight", [nn.Linear(4, 4), nn.Linear(4, 4)], lambda *both: own(*both))

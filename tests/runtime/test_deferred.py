@@ -159,7 +159,7 @@ def compiled() -> nn.Module:
 
 
 _STAYS = "gradients of its weights stay in I and do not wait for W: "
-_MADE = "its weight is made from a parameter in its forward, or is one of a kind of its own"
+_MADE = "its weight is computed in its forward, or is of a subclass of nn.Parameter"
 _HOOKS = "its weight has hooks, which would run in I"
 GPT2 = "1.mlp.up 1.mlp.down 2.logits " + (
     _QKV := "1.attention.query 1.attention.key 1.attention.value 1.attention.output "
@@ -194,7 +194,7 @@ CASES = [
         "a vector",
         lambda: [nn.Flatten(0, -1), linear()],
         "",
-        f"layer 1 (Linear): {_STAYS}it multiplies other than plain tensors of one dtype",
+        f"layer 1 (Linear): {_STAYS}it multiplies tensors that are not plain, or of different dtypes",
         batch=lambda: rows(M, WIDTH),
         loss=lambda output, target: mean_square(output, target[0]),
     ),
@@ -270,7 +270,7 @@ CASES = [
         "a function of one's own, of what is made",
         lambda: [Scaled(made=True), nn.Tanh(), linear()],
         "2",
-        f"layer 0 (Scaled): {_STAYS}a weight of it is no plain parameter, or has hooks",
+        f"layer 0 (Scaled): {_STAYS}one of its weights is not a plain parameter, or has hooks",
     ),
     Case("in place after it", lambda: [linear(), nn.ReLU(inplace=True), linear()], "0 2", batch=sequences),
     Case("a column-major input", lambda: [nn.Sequential(nn.Tanh(), Transposed()), linear()], "1"),

@@ -97,7 +97,7 @@ def test_a_rank_that_is_killed_is_named_by_a_rank_that_waits_for_its_device(tmp_
     assert f"rank 2 ends; rank 2 waits for its device to give {LOSS}" in last_line(outcomes[2])
 
 
-@pytest.mark.parametrize("at_rank", [0, 1])
+@pytest.mark.parametrize("at_rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_is_named_by_a_rank_that_waits_for_its_device(at_rank: int, tmp_path: Path) -> None:
     outcomes = run_outcomes(3, beside_a_device_that_is_stuck, str(tmp_path), at_rank, "hangs")
     assert outcomes[at_rank].exit_code == 1

@@ -167,5 +167,5 @@ def test_a_sum_over_microbatches_that_overflows() -> None:
         assert not torch.isfinite(pipeline.clip_grad_norm_(math.inf))
         found = pipeline.find_not_finite(inputs, inputs).finding
     assert found == Finding(
-        Where.SUM, None, 0, "Linear", 0, 0, "that of each microbatch is finite: their sum overflows"
+        Where.SUM, None, 0, "Linear", 0, 0, "each microbatch's gradient is finite, but their sum overflows"
     )

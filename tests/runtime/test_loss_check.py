@@ -21,7 +21,7 @@ from pipetrain.runtime import losses
 
 CLASSES = 5
 CLASS_WEIGHTS = torch.tensor([1.0, 4.0, 0.5, 2.0, 1.0])
-SUM_NAMED = r'loss_fn is a sum over rows .*loss_reduction="sum"'
+SUM_NAMED = r'loss_fn is a sum over rows: .*loss_reduction="sum"'
 
 
 def model() -> nn.Sequential:
@@ -102,7 +102,7 @@ def test_a_sum_is_evaluated_as_one() -> None:
 
 
 def test_a_mean_that_is_said_to_be_a_sum_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"loss_fn is a mean over rows .*leave loss_reduction out"):
+    with pytest.raises(ValueError, match=r"loss_fn is a mean over rows: .*leave loss_reduction out"):
         step(mean_square, squares(), loss_reduction="sum")
 
 

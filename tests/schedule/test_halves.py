@@ -169,7 +169,7 @@ def in_order(schedule: Schedule, kind: Kind) -> bool:
     return True
 
 
-@examples(25, 200, cases(with_parts=False))
+@examples(12, 200, cases(with_parts=False))
 def test_halves_run_in_microbatch_order_within_their_bounds(case: Case) -> None:
     arguments = {**case.arguments, "split_backward": True}
     if callable(arguments["family"]):

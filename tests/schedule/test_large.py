@@ -14,6 +14,7 @@ MICROBATCHES = MOST_COMPARED // STAGES + 1
 COSTS = Costs.spread(STAGES)
 
 
+@pytest.mark.quick("auto")
 @pytest.mark.parametrize("family", ["zb-h1", "auto"])
 def test_it_is_sound(family: str) -> None:
     check(make_schedule(family, num_stages=STAGES, num_microbatches=MICROBATCHES, costs=COSTS))

@@ -21,7 +21,7 @@ from pipetrain.schedule.policy import Keep, Mode
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.simulate import simulate
 
-many = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+many = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 more = settings(many, max_examples=1000, derandomize=False, database=None)
 
 

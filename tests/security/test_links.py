@@ -100,6 +100,7 @@ def test_a_log_is_a_file(tmp_path: pathlib.Path) -> None:
     assert (tmp_path / "log").read_text() == "one two"
 
 
+@pytest.mark.slow
 def test_a_run_writes_nothing_outside_its_folder(tmp_path: pathlib.Path) -> None:
     """Every file that a run leaves is a link out of the folder when the same run begins in another one."""
     words = [*PIPETRAIN, "experiment=smoke", "steps=2", "snapshot.every_steps=2", "observe.progress=false"]

@@ -294,7 +294,7 @@ def test_good_files_are_taken(work: pathlib.Path, elsewhere: Callable[[], list[A
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings_of(8)
+@settings_of(4)
 @given(data=st.data())
 def test_some_random_files(
     name: str, work: pathlib.Path, elsewhere: Callable[[], list[Any]], data: st.DataObject

@@ -149,6 +149,7 @@ def trained_until(folder: str, rank: int, where: str, run: str, options: Sequenc
     return trained(folder, [f"run_dir={run}", "resume=auto", *options])
 
 
+@pytest.mark.slow
 def test_a_run_whose_rank_is_killed_goes_on_bit_for_bit(folder: pathlib.Path) -> None:
     killed(folder, 2, "killed", 5, "1B1")
     run_ranks(2, trained, str(folder), ["run_dir=killed", "resume=auto"])
