@@ -37,10 +37,10 @@ class Introduction:
     """Each rank sends this to the others when a pipeline is made. If `problem` is set, the other fields have no meaning."""
 
     seed: int = 0
-    model: str = ""  # its fingerprint
+    model: str = ""  # fingerprint of the model
     plan: str = ""
     schedule: str = ""
-    counts: bool = False  # whether it was given a count_fn
+    counts: bool = False  # whether this rank was given a count_fn
     loss_reduction: str = "mean"
     carrier: str = ""  # of messages between stages
     gpu: str = ""  # this rank's GPU, if no other rank may use it (NCCL); else empty
@@ -56,10 +56,9 @@ class Introduction:
 
 @contextmanager
 def introduced(group: Group) -> Iterator[Introduction]:
-    """In the block a rank makes its own part and fills in its introduction; then it compares with the other ranks. Collective.
+    """Run a block in which this rank makes its part and fills in its introduction; then `introduce` it. Collective.
 
-    Raises ValueError, the same on every rank: the first failing rank's ValueError or TypeError; or a message that names the rank whose
-    arguments differ from those of rank 0.
+    Raises ValueError, the same on every rank: a block raised ValueError or TypeError, or `introduce` found a difference.
     """
     own, problem = Introduction(), None
     try:
@@ -73,8 +72,11 @@ def introduced(group: Group) -> Iterator[Introduction]:
 
 
 def introduce(own: Introduction, everyone: Everyone, own_rank: int) -> None:
-    """Rank 0 sends its introduction to all; each rank compares it with its own, and sends the difference to all ranks. Collective. Raises
-    ValueError: the problem of the lowest rank that has one; or a difference from rank 0's arguments. The same on every rank."""
+    """Send rank 0's introduction to all ranks. Each rank compares it with its own and sends the difference to all ranks. Collective.
+
+    Raises ValueError, the same on every rank: the `problem` of the lowest rank that has one; or it names a rank that differs from rank 0,
+    or two ranks on one GPU.
+    """
     what = "the other ranks' plans"
     first = Introduction(**json.loads(everyone.broadcast(json.dumps(asdict(own)).encode(), what)))
     found = json.dumps([own_rank, _mistake(own_rank, own, first), own.gpu]).encode()
@@ -97,8 +99,8 @@ def _mistake(rank: int, own: Introduction, first: Introduction) -> str:
         return f"rank {rank} was given {here}, rank 0 {there}: give every rank the same loss_fn and count_fn"
     if own.carrier != first.carrier:
         return (
-            f"messages between stages go over {own.carrier} on rank {rank} and over {first.carrier} on rank 0, as one has a GPU and the "
-            "other none: start as many ranks on each machine as it has GPUs, or say device='cpu' on every rank"
+            f"messages between stages go over {own.carrier} on rank {rank} and over {first.carrier} on rank 0, because only one of "
+            "them has a GPU: start as many ranks on each machine as it has GPUs, or say device='cpu' on every rank"
         )
     for key in ("model", "plan", "schedule", "seed", "loss_reduction"):
         mine, theirs = getattr(own, key), getattr(first, key)
@@ -114,15 +116,16 @@ def _mistake(rank: int, own: Introduction, first: Introduction) -> str:
 class Call:
     """One call of the pipeline, as this rank knows it.
 
-    `described`: whether messages on the edge before, and on the edge after, carry their form (`comm/forms.py`).
+    `described` has two flags: whether messages on edges to the stage before carry their form (`comm/forms.py`), and those on edges to the
+    stage after.
     `first_backward` is the first stage with a parameter that needs a gradient. A rank may know only the stages up to its own. If none of
     them needs a gradient, its `first_backward` may be `num_stages`, with the same effect. Ops of the microbatches `idle` do nothing.
-    `weights` has the weight of each in the loss of all replicas; None with one replica whose targets are not counted.
+    `weights` has the weight of each microbatch in the loss of all replicas; None if there is one replica and its targets are not counted.
     """
 
     num_microbatches: int
-    rows: int
-    signature: int
+    rows: int  # of the inputs
+    signature: int  # the same for calls of the same kind and shapes
     first_backward: int
     described: tuple[bool, bool]
     idle: frozenset[int] = frozenset()
@@ -131,21 +134,21 @@ class Call:
 
 
 class Calls:
-    """Agrees with the other ranks on each call: the rank of stage 0 names the call, and each rank adds what it knows of its stages.
+    """Agrees with the other ranks on each call: the rank of stage 0 describes the call, and each rank adds what it knows of its stages.
 
     If stages are placed in the order of the ranks, one message goes down the chain: a rank needs to know only the stages up to its own.
-    With any other placement, and if targets are counted or stages share parameters, messages go up the chain and then down to all ranks:
-    only the last stage's rank knows which microbatches count nothing, and every rank needs that before it begins.
+    With any other placement, counted targets or shared parameters, a message goes up the chain, and its result down to all ranks.
+    Counted targets need this because only the last stage's rank can tell which microbatches have no weight in the loss.
 
-    Then the ranks of the same stages in all replicas exchange what they know. Microbatches are weighted by their counts in all replicas.
+    Then ranks with the same stages in all replicas exchange what they know. Microbatches are weighted by their counts in all replicas.
     If one replica finds an error in its batch, all replicas raise it.
     """
 
     def __init__(
         self, group: Group, plan: Plan, stages: Mapping[int, AnyStage], copies: Mapping[str, nn.Parameter] | None
     ) -> None:
-        """`copies` are the parameters of this rank that a stage elsewhere shares, by their name in the lower stage; None: no two
-        stages share any."""
+        """`copies` are this rank's parameters that a stage on another rank shares, by their name in the lower stage; None: no two
+        stages share a parameter."""
         self._chain, self._replicas, self._monitor = group.chain, group.replicas, group.monitor
         self._copies = copies or {}
         self._most_microbatches, self._num_stages = plan.num_microbatches, plan.num_stages
@@ -156,11 +159,10 @@ class Calls:
         self._signatures: dict[Any, int] = {}
         self._values: dict[int, str] = {}
         self._forms: dict[int, dict[Op, Form]] = {}
-        # (signature, 0: edges before, 1: edges after) -> (`_num_changes` at that call, microbatches whose forms both ends know from that
-        # call on)
+        # (signature, 0: edges before, 1: edges after) -> (number of changes at the latest call, microbatches whose forms both ends know)
         self._told: dict[tuple[int, int], tuple[int, frozenset[int]]] = {}
         self._trainable: dict[int, list[bool]] = {}  # of this rank's stages, which parameters need a gradient
-        self._num_changes = 0  # number of changes of `requires_grad`, and of plain values in the inputs
+        self._num_changes = 0  # of `requires_grad` of parameters, and of plain values in the inputs
 
     def forms(self, call: Call) -> dict[Op, Form]:
         """The forms of the messages of calls with this signature; a call that is `described` fills them in."""
@@ -177,11 +179,13 @@ class Calls:
         mistake: str | None = None,
         left: Sequence[tuple[int, str, int]] = (),
     ) -> Call:
-        """Agree on the call of this `kind` (`step`, `evaluate`, `call`) at `step`: every rank returns it, or every rank raises. `inputs` are
-        read on the rank of stage 0; `count` counts the targets on the rank of the last stage. Collective.
+        """Agree on the call of this `kind` (`step`, `evaluate`, `call`) at `step`: every rank returns it, or every rank raises. Collective.
 
-        Raises ValueError: these inputs or targets cannot be cut or counted; the same on every rank; PipelineError: another rank failed, or
-        called something else.
+        `inputs`, and a `mistake` that is known already, are read on the rank of stage 0. `count` counts the targets on the rank of the last
+        stage. `left` are tensors that this rank's stages leave for others.
+
+        Raises ValueError, the same on every rank: `mistake`, inputs or targets that cannot be cut or counted, or a shared parameter that
+        only one stage trains; PipelineError: another rank failed, called something else, or trains other parameters.
         """
         what, own, counted = f"{kind} {step}", dict[str, Any](), None
         if 0 in self._stages:
@@ -225,7 +229,7 @@ class Calls:
         return self._call_of(header, changes, None if weights is None else weights[self._replicas.rank])
 
     def _header_of(self, kind: str, inputs: Any, *, is_training: bool, mistake: str | None) -> dict[str, Any]:
-        """The header of a call for the other ranks. It also carries a mistake in the inputs, so that every rank raises it."""
+        """Return the header of a call for the other ranks; for a mistake, a header with that error, which every rank then raises."""
         most = self._most_microbatches
         try:
             if mistake:
@@ -265,8 +269,8 @@ class Calls:
         return headers
 
     def _look_at_parameters(self) -> int:
-        """Count a change if other parameters need a gradient than at the last call. Returns the first of this rank's stages with a
-        parameter that needs one, `num_stages` if there is none."""
+        """Count a change if `requires_grad` of this rank's parameters is not as in the last call. Returns the first of this rank's stages
+        with a parameter that needs a gradient, `num_stages` if there is none."""
         stages = self._stages.items()
         trainable = {i: list(map(_REQUIRES_GRAD, parameters_in(modules_below(one.layers)))) for i, one in stages}
         self._num_changes += trainable != self._trainable
@@ -275,7 +279,7 @@ class Calls:
 
     def _call_of(self, header: Mapping[str, Any], changes: tuple[int, int], weights: list[float] | None) -> Call:
         number, m = header["signature"], header["num_microbatches"]
-        # A count may be so small beside the others that its share is 0.
+        # Besides a count of 0: a count may be so small beside the others that its weight is rounded to 0.
         idle = frozenset() if weights is None else frozenset(n for n, weight in enumerate(weights) if weight == 0)
         run = frozenset(range(m)) - idle
         described = self._carries_forms((number, 0), changes[0], run), self._carries_forms((number, 1), changes[1], run)
@@ -283,7 +287,7 @@ class Calls:
         return Call(m, header["rows"], number, header["first_backward"], described, idle, weights, left)
 
     def _carries_forms(self, edges: tuple[int, int], num_changes: int, microbatches: frozenset[int]) -> bool:
-        """Whether messages over these edges must carry their form in the next call. After it both ends know the form."""
+        """Whether messages of `microbatches` over these edges must carry their form in this call. After it both ends know the forms."""
         told_at, told = self._told.get(edges, (num_changes, frozenset[int]()))
         if told_at != num_changes:
             told = frozenset()
@@ -292,9 +296,9 @@ class Calls:
 
 
 def _weights_of(headers: Sequence[Mapping[str, Any]]) -> tuple[list[list[float]], str | None]:
-    """The weight of each microbatch of each replica in the loss of all, by its count, else by its rows; and the error in the counts, or None. If
-    no target is cut, the microbatches of a replica have equal weights."""
-    counts = [
+    """Return the weight of each microbatch of each replica in the loss of all replicas, and the error in the counts or None. A weight is
+    the microbatch's part of all counts, or of all rows if targets are not counted."""
+    counts = [  # targets without rows were counted for the most microbatches of a call
         one["counts"][: one["num_microbatches"]]
         if "counts" in one
         else row_counts(one["rows"], one["num_microbatches"])
@@ -308,7 +312,7 @@ def _weights_of(headers: Sequence[Mapping[str, Any]]) -> tuple[list[list[float]]
 
 
 def _first_problem(headers: Sequence[Mapping[str, Any]]) -> str | None:
-    """The first error: in the inputs of a replica, else in its targets if they are counted, else in parameters that stages share."""
+    """The error of the first replica that has one: in its inputs, else in its counted targets, else in parameters that its stages share."""
     for replica, header in enumerate(headers):
         problem: str | None = header["error"] or rows_fault(header.get("target_rows"), header["rows"])
         problem = problem or header.get("target_error") or header.get("copies_error")

@@ -1,4 +1,4 @@
-"""What the arguments of `Pipeline` and of its calls may be: each error names the argument, its value and what is allowed."""
+"""Checks the arguments of `Pipeline` and of its calls. Each error names the argument, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from pipetrain.runtime.cut import Whole
 from pipetrain.stage.leaves import first_named
 
 _LONGEST_TIMEOUT_SECONDS = 1e9  # some thirty years; threads cannot wait for much longer
-MEAN, SUM = "mean", "sum"  # of loss_reduction
-_SEEDS = range(-(1 << 63), 1 << 64)  # what torch.manual_seed takes
+MEAN, SUM = "mean", "sum"  # values of loss_reduction
+_SEEDS = range(-(1 << 63), 1 << 64)  # that torch.manual_seed takes
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a plain number: not a bool, a text or a tensor."""
+    """Whether `value` is a plain number: not a bool, a text or a tensor."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def checked_timeout(seconds: Any) -> float:
-    """The timeout as a float. Raises ValueError: it is not a number of seconds more than 0 and at most 1e9."""
+    """Return the timeout as a float. Raises ValueError: `seconds` is not a number, or not more than 0 and at most 1e9."""
     if not is_number(seconds) or not 0 < seconds <= _LONGEST_TIMEOUT_SECONDS:
         raise ValueError(
             f"timeout_seconds={seconds!r}: the longest wait for another rank, a number of seconds more than 0 and at most 1e9"
@@ -36,7 +36,7 @@ def checked_timeout(seconds: Any) -> float:
 
 
 def checked_seed(seed: Any) -> int:
-    """Raises ValueError: it is not a seed of 64 bits."""
+    """Return the seed as an int. Raises ValueError: it is not a whole number of 64 bits."""
     if isinstance(seed, bool) or not isinstance(seed, Integral) or int(seed) not in _SEEDS:
         raise ValueError(f"seed={seed!r}: a whole number of 64 bits is needed, such as 0")
     return int(seed)
@@ -44,7 +44,7 @@ def checked_seed(seed: Any) -> int:
 
 def check_functions(loss_fn: Any, count_fn: Any, on_event: Any, on_call: Any, layers: Iterable[Any]) -> None:
     """Refuse what cannot be called, and a loss with trainable parameters that are in no layer: the pipeline would neither list, save nor
-    clip them. Raises ValueError: with the argument, or with the names of the parameters."""
+    clip them. Raises ValueError, which names the argument or the parameters."""
     takes = {
         "loss_fn": (loss_fn, "an output and its target"),
         "count_fn": (count_fn, "a microbatch's target"),
@@ -66,17 +66,17 @@ def check_functions(loss_fn: Any, count_fn: Any, on_event: Any, on_call: Any, la
 
 
 def mistake_in_step(scale: Any) -> str | None:
-    """Why a step of this `scale` may not run now; None: it may."""
+    """Return why a step of this `scale` may not run now; None if it may."""
     if not is_number(scale) or not math.isfinite(scale) or scale == 0:
-        return f"step was given scale={scale!r}: give a finite number other than 0; gradients are multiplied by it"
+        return f"step was given scale={scale!r}: a finite number other than 0 is needed, as it multiplies the gradients"
     if torch.is_grad_enabled():
         return None
     around = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
-    return f"step was called under {around}(), where no gradients are made: call it outside, or evaluate for the loss alone"
+    return f"step was called under {around}(), where no gradients are made: call it outside, or call evaluate(...) for the loss alone"
 
 
 def checked_reduction(reduction: Any) -> str:
-    """Raises ValueError: it is not a reduction of a loss."""
+    """Return `reduction`. Raises ValueError: it is neither `mean` nor `sum`."""
     if reduction not in (MEAN, SUM):
         raise ValueError(
             f"loss_reduction={reduction!r}: allowed are 'mean' (loss_fn is a mean over rows, or over what count_fn counts) and 'sum'"
@@ -85,8 +85,8 @@ def checked_reduction(reduction: Any) -> str:
 
 
 def check_loss_is_local(loss_fn: Any, layers: Mapping[int, nn.Module], plan: Plan) -> None:
-    """Refuse a loss that names layers of another rank: attributes that their forward sets exist on that rank only. `layers` are those that this
-    rank knows: all of them, or only its own where layers are made by callables. Raises ValueError: with the name of one."""
+    """Refuse a loss that reads layers of another rank: attributes that their forward sets exist on that rank only. `layers` are the layers
+    that this rank knows: all, or only its own if callables make the layers. Raises ValueError, which names one such layer."""
     is_near = {number: plan.stage_ranks[plan.stage_of(number)] == plan.stage_ranks[-1] for number in layers}
     near = {module for number, layer in layers.items() if is_near[number] for module in layer.modules()}
     far: dict[nn.Module, int] = {}
@@ -100,13 +100,13 @@ def check_loss_is_local(loss_fn: Any, layers: Mapping[int, nn.Module], plan: Pla
         number = far[module]
         raise ValueError(
             f"loss_fn reads {path}, and layer {number} ({type(layers[number]).__name__}) is of stage {plan.stage_of(number)} on another rank, "
-            "where what its forward leaves in it stays: call pipetrain.add_loss(...) in that forward, or return the value as part of its output. "
-            "Where loss_fn needs layers of the last stage, let it name those alone"
+            "so that loss_fn would not see attributes that its forward sets: call pipetrain.add_loss(...) in that forward, or return the "
+            "value as part of its output. If loss_fn needs layers of the last stage, give it only those"
         )
 
 
 def _modules_of(function: Any) -> Iterator[nn.Module]:
-    """The modules of a loss: itself, the owner of a method, or those in a `functools.partial`."""
+    """Yield the modules of a loss: the loss itself, the owner of a method, or those in a `functools.partial`."""
     if isinstance(function, nn.Module):
         yield function
     elif isinstance(function, functools.partial):
@@ -120,8 +120,8 @@ def _modules_of(function: Any) -> Iterator[nn.Module]:
 
 
 def check_batch(batch: Any, name: str, rows: int | None, *, with_graph: bool) -> None:
-    """Refuse obvious mistakes in the inputs or targets of a batch; `rows` is its number of rows. Raises ValueError, which names the leaf
-    and what to give instead."""
+    """Refuse obvious mistakes in the inputs or targets of a batch. `rows` is its number of rows; None: no tensor of it is cut. Raises
+    ValueError, which names the leaf and what to give instead."""
     if all(map(_is_plain, pytree.tree_leaves(batch))):
         return
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
@@ -133,7 +133,7 @@ def check_batch(batch: Any, name: str, rows: int | None, *, with_graph: bool) ->
 
 
 def _is_plain(leaf: Any) -> bool:
-    """Whether it is an ordinary tensor without a gradient, as most leaves are: nothing is wrong with it."""
+    """Whether `leaf` is an ordinary tensor that needs no gradient, as most are: nothing is wrong with such a leaf."""
     return type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.requires_grad and not leaf.is_inference()
 
 
@@ -155,7 +155,7 @@ def _complaint(leaf: Any, with_graph: bool) -> str | None:
 
 
 def _untrainable(tensor: Tensor, with_graph: bool) -> str | None:
-    """Why a step cannot take a tensor that evaluation can."""
+    """Return why a step cannot take a tensor that evaluation can take; None if it can."""
     if with_graph and tensor.requires_grad:
         return (
             "requires a gradient: a step gives gradients to the layers' parameters only, so this one would get none. Give it as "
@@ -177,5 +177,5 @@ def _refuse_lists(batch: Any, name: str, rows: int) -> None:
         if is_list_of_rows(part):
             raise ValueError(
                 f"{name}{pytree.keystr(path)} is a list of {rows} plain values, as many as the batch has rows, and is not cut: give "
-                "torch.tensor(...), or pipetrain.Whole(...) where each microbatch needs all of it"
+                "torch.tensor(...), or pipetrain.Whole(...) if each microbatch needs all of it"
             )

@@ -1,4 +1,4 @@
-"""What a pipeline is made of on one rank: the plan, the programs of its calls, and its stages with their layers."""
+"""Makes the parts of a pipeline on one rank: the plan, the programs of its calls, and its stages with their layers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Stages = dict[int, AnyStage]
 
 
 class Assembly:
-    """Makes the parts of a pipeline. `Pipeline.change` has it make programs, stages and gradient buckets again. Its methods raise
+    """Makes the parts of a pipeline; `Pipeline.change` makes programs, stages and gradient buckets again with it. Its methods raise
     ValueError if the user's arguments do not fit each other."""
 
     def __init__(self, spec: ModelSpec, loss_fn: LossFn | None, seed: int, group: Group, lanes: Lanes) -> None:
@@ -52,7 +52,8 @@ class Assembly:
         balance: str | Sequence[int],
         **numbers: Any,
     ) -> Plan:
-        """The plan that was given, or one made from `numbers`; with the balance `auto`, the one whose simulated step is shortest."""
+        """Return the given plan, or one made from `numbers`. With the balance `auto`, the plan gets the balance with the shortest simulated
+        step, unless stages would then share more parameters and states."""
         grid, work = self.group.grid, self.spec.size.flops_per_layer
         numbers |= {"num_ranks": grid.stage, "num_replicas": grid.replica, "order": grid.order, "balance": balance}
         made = plan_of(plan, self.spec.num_layers, work=work, **numbers)
@@ -93,7 +94,7 @@ class Assembly:
 
     @property
     def known_layers(self) -> dict[int, nn.Module]:
-        """The layers that this rank knows: all, or only its own if callables make the layers."""
+        """The layers that this rank knows, by index: all, or only its own if callables make the layers."""
         return {**self.spec.modules, **self.layers}
 
     def programs(self, schedule: GivenSchedule, policy: RecomputePolicy, plan: Plan) -> Programs:
@@ -130,18 +131,19 @@ class Assembly:
         return SharedGradients(copies, of_parts, now=self.named_parameters, runs_ahead=self.lanes.device.runs_ahead)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by their names in the whole model; one that two stages share has its name in the lower stage."""
+        """This rank's parameters with their names in the whole model; a parameter of two stages is named as in the lower stage."""
         return ((self.copies.name(name), parameter) for name, parameter in named_parameters(self.layers))
 
     @property
     def fingerprint(self) -> str:
-        """What all ranks must have in common, ties included: a rank without them would skip a sum for which another waits."""
+        """A text about the model that must be the same on every rank. It includes ties: a rank without them would skip a sum for which
+        another rank waits."""
         tied = {"tied": self.spec.tied} if self.spec.tied else {}
         return json.dumps({**self.spec.fingerprint, **tied}, sort_keys=True)
 
 
 def check_has_parameters(stage: int, layers: Sequence[nn.Module], numbers: range) -> None:
-    """Raises ValueError: the automatic balance has made a stage without parameters."""
+    """Raise ValueError if the automatic balance has made a stage without parameters."""
     if not any(True for layer in layers for _ in layer.parameters()):
         kinds = ", ".join(type(layer).__name__ for layer in layers)
         raise ValueError(
@@ -151,8 +153,8 @@ def check_has_parameters(stage: int, layers: Sequence[nn.Module], numbers: range
 
 
 def kept_layers(entries: Sequence[str], layers: Mapping[int, nn.Module], num_layers: int) -> set[int]:
-    """The layers of this rank that `recompute.keep_layers` names, by their index in the model. Raises ValueError if this rank has all
-    layers and none is of that class; the message has the nearest class."""
+    """Return the layers of this rank that `recompute.keep_layers` names, by their index in the model. Raises ValueError, with the nearest
+    class: this rank has all layers, and none is of a class that an entry names."""
     kinds = {type(layer).__name__ for layer in layers.values()}
     kept: set[int] = set()
     for text in entries:
@@ -165,7 +167,7 @@ def kept_layers(entries: Sequence[str], layers: Mapping[int, nn.Module], num_lay
 
 
 def _num_shared(spec: ModelSpec, plan: Plan) -> float:
-    """How many parameters and states stages share; infinity if stages share what they may not, or if a stage has no parameters."""
+    """Return how many parameters and states stages share; infinity if they share what they may not, or if a stage has no parameters."""
     try:
         for stage in range(plan.num_stages):
             known = [spec.modules[index] for index in plan.layers_of(stage) if index in spec.modules]

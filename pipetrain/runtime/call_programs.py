@@ -1,4 +1,4 @@
-"""What a call runs: the schedule, made from what the user gave, proven and laid out for one rank; and which microbatches are verified."""
+"""Makes the program of a call: a checked schedule, laid out for one rank. Also chooses which microbatches are verified."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ from pipetrain.stage.segments import AnyStage
 GivenSchedule = str | os.PathLike[str] | Generator | Schedule
 """What a pipeline takes as its schedule: a family's name, a CSV file, a generator, or the schedule itself."""
 
-_Key = tuple[str, int, int]  # what runs, its microbatches, and the first stage with a backward
+_Key = tuple[str, int, int]  # kind of call, number of microbatches, first stage with a backward
 
 
 class Programs:
     """A program for each kind of call: training or not, the number of microbatches, the first stage with a backward.
 
     `runs_ahead`: the host launches ops ahead of the device, in an order that all ranks share. `tied` are the pairs of stages that share
-    parameters; a given `Schedule` gets a REDUCE_GRAD for each. `work` has the relative time of each layer. If the schedule does not say
-    which layers make a part, each part of a stage gets about equal work; with `work=None`, about equal numbers of layers.
+    parameters; a schedule gets a REDUCE_GRAD for each. `work` has the relative time of each layer. If the policy does not say which layers
+    make a part, the parts of a stage get about equal work; with `work=None`, about equal numbers of layers.
 
-    Raises ValueError: the given schedule does not fit this plan; ScheduleError: it could deadlock, or does not do what its policy
-    says.
+    Raises ValueError: the given schedule does not fit this plan; ScheduleError: it could deadlock, or does not do what its policy says.
     """
 
     def __init__(
@@ -67,17 +66,17 @@ class Programs:
         self.whole()
 
     def describe(self) -> str:
-        """A text to compare ranks by: it is the same if the lanes have the same ops in the same order."""
+        """Return a text to compare ranks by: the same if family, policy and the order of ops in every lane are the same."""
         schedule = self.whole().schedule
         lanes = [[list(map(str, schedule.lane(rank, lane))) for lane in Lane] for rank in range(schedule.num_ranks)]
         return f"{schedule.family} {schedule.policy} {hashlib.sha256(repr(lanes).encode()).hexdigest()[:12]}"
 
     def whole(self) -> Program:
-        """The program of `step` if every stage needs gradients; for a `Schedule` that the user gave, with the backwards that it has."""
+        """The program of `step` if every stage needs gradients; for a given `Schedule`, with the backwards that it has."""
         return self.training(0 if self._given is None else self._given.first_backward)
 
     def training(self, first_backward: int) -> Program:
-        """The program of `step` where stages below `first_backward` need no gradient."""
+        """The program of `step` if stages below `first_backward` need no gradient."""
         key = ("step", self._spec.num_microbatches, first_backward)
         if key not in self._cache:
             if self._given is not None:
@@ -88,7 +87,7 @@ class Programs:
         return self._cache[key]
 
     def inference(self, num_microbatches: int) -> Program:
-        """The program of `evaluate` and of a call: forwards only, of any number of microbatches."""
+        """The program of `evaluate`, `generate` and a call of the pipeline: only forwards, of `num_microbatches`."""
         key = ("inference", num_microbatches, self._spec.num_stages)
         if key not in self._cache:
             forwards = dataclasses.replace(self._spec, family="inference", warmup=None)
@@ -106,8 +105,10 @@ class Programs:
 def with_shortest_step(
     plan: Plan, given: GivenSchedule, policy: RecomputePolicy, work: Sequence[float] | None
 ) -> tuple[Plan, str]:
-    """The plan whose balance (layers per stage) has the shortest simulated step, and a log line about the new balance, empty if it has not
-    changed. B takes as long as two F, R as one, a hop no time. `work` has the relative time of each layer; None: all take the same.
+    """Return the plan with the balance (layers per stage) of the shortest simulated step, and a line about the new balance for the log. The
+    line is empty if the balance has not changed.
+
+    B takes as long as two F, R as one, a hop no time. `work` has the relative time of each layer; None: all take the same time.
     """
     fixed = given if isinstance(given, Schedule) else None
     if fixed is not None:
@@ -119,7 +120,7 @@ def with_shortest_step(
 
 
 def _spec_of(given: GivenSchedule, policy: RecomputePolicy, plan: Plan, work: Sequence[float] | None) -> ScheduleSpec:
-    """The spec from which schedules of the plan are made, without `tied`."""
+    """The spec from which schedules of the plan are made, without its `tied` and `costs`."""
     cut = None if work is None else cut_by_work(work, plan.balance)
     return ScheduleSpec(
         family="gpipe" if isinstance(given, Schedule) else given,
@@ -161,7 +162,8 @@ class Proving:
         self._recomputed: tuple[Program | None, list[tuple[int, list[int | None]]]] = (None, [])  # by stage
 
     def choose(self, signature: int, step: int, program: Program, idle: frozenset[int] = frozenset()) -> Places:
-        """The (stage, microbatch) pairs to verify in this step of a call with this signature (`Call`); the microbatches `idle` do not run."""
+        """Return the (stage, microbatch) pairs to verify in this step. `signature` is that of its `Call`; microbatches in `idle` do not
+        run."""
         if self._verify == OFF:
             return _NOTHING
         kind = (signature, *self._flags())
@@ -178,7 +180,7 @@ class Proving:
         return _NOTHING if rest else _in_turn(program, turn, idle) & program.recomputed
 
     def witnessed(self, step: int, program: Program) -> Places:
-        """For each stage one recomputed microbatch; the next step takes the next."""
+        """Return one (stage, microbatch) pair per stage, whose F and R take checksums; the next step takes the next microbatch."""
         if self._verify == OFF:
             return _NOTHING
         if self._recomputed[0] is not program:
@@ -193,7 +195,7 @@ class Proving:
 
 
 def _in_turn(program: Program, turn: int, idle: frozenset[int]) -> Places:
-    """One microbatch of each stage: one with an R if there is any, else any one."""
+    """Return one microbatch of each stage, the next one for the next `turn`: of those with an R, or if there is none, of all."""
     found: dict[int, list[int | None]] = {}
     for kind in (Kind.F, Kind.R):
         order: dict[int, list[int | None]] = {}

@@ -3,8 +3,8 @@
     stage 0, rank 0    .grad = what B0 .. B7 of the embedding gave     ----+        .grad = the sum
     stage 3, rank 3    .grad = what B0 .. B7 of the head gave          ----+-->     .grad = the sum, the same bits
 
-A sum of two has the same bits in either order. So the copies stay equal if both ranks have the same optimizer. They are made equal at the
-start; replicas can be compared while training goes on.
+A sum of two has the same bits in either order. So the copies stay equal if both ranks have the same optimizer. Copies and
+replicas are made equal at the start; replicas can be compared again during training.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Tensors = Mapping[str, Tensor]  # by the name in the whole model, the same ones 
 
 
 def carry(num_bytes: int, source: Tensor | None, *, wanted: bool, by: Callable[[bytes | None], bytes]) -> Tensor:
-    """Transfer the bytes of `source`, which one rank gives. Ranks with `wanted` get them as a uint8 host tensor, others an empty one. Collective.
-    They travel in pieces of 16 MiB: `by` takes a piece or None, and returns the piece that this rank received."""
+    """Transfer the bytes of `source`, a tensor on one rank and None on the others. Returns them as a uint8 host tensor where `wanted`, else
+    an empty one. Collective. The bytes travel in pieces of 16 MiB; `by` takes a piece or None, and returns the piece that this rank got."""
     data = None if source is None else source.detach().cpu().contiguous().flatten().view(torch.uint8)
     came = torch.empty(num_bytes if wanted else 0, dtype=torch.uint8)
     for start in range(0, num_bytes, _PIECE_BYTES):
@@ -57,8 +57,8 @@ def _send_over(own: Tensor | None, num_bytes: int, root: int, what: str, chain: 
 
 
 def make_one(tied: Iterable[tuple[str, str]], layers: Layers) -> None:
-    """If `tied` says that names of this rank are one parameter, make the first of them the parameter of all. Raises ValueError: they cannot be
-    one; or a layer has no parameter of that name."""
+    """Give all names of this rank that `tied` declares one parameter the parameter of the first name. Raises ValueError: their parameters
+    cannot be one, or a layer has no parameter of that name."""
     for names in groups_of(tied):
         first: nn.Parameter | None = None
         for name in names:
@@ -70,10 +70,10 @@ def make_one(tied: Iterable[tuple[str, str]], layers: Layers) -> None:
 
 
 class Copies:
-    """What one rank has of parameters that two stages share.
+    """This rank's copies of parameters that two stages share.
 
-    `apart` are those whose other copy is on another rank: by their name in the whole model, which is that of the lower stage.
-    `second` has the `id` of each parameter of `apart` that is the second copy. The norm of the whole model counts the first copy only.
+    `apart` has the parameters whose other copy is on another rank, by their name in the whole model, which is that in the lower stage.
+    `second` has the `id` of each parameter of `apart` that is the copy in the higher stage: the norm of all gradients does not count it.
     """
 
     def __init__(self, ties: Sequence[Tie], layers: Layers) -> None:
@@ -90,17 +90,17 @@ class Copies:
         self._first_names = {tie.copy: tie.name for tie in ties}
 
     def name(self, name: str) -> str:
-        """What the parameter called `name` is called in the whole model, where each has one name."""
+        """Return the one name that the parameter `name` has in the whole model: that in the lower stage."""
         return self._first_names.get(name, name)
 
     def bucket(self, op: Op) -> list[nn.Parameter]:
-        """The parameters of two stages whose gradients a REDUCE_GRAD of this rank sums."""
+        """This rank's copies of the parameters whose gradients `op` sums, a REDUCE_GRAD of two stages."""
         ties = [tie for tie in self._ties if {op.stage, op.peer} == set(tie.stages)]
         return [self._own[tie.name if op.stage == tie.stages[0] else tie.copy] for tie in ties]
 
     def make_equal(self, chain: Chain) -> None:
-        """Before the first step, copy the weights of the lower stage into the other copy. Collective. Raises ValueError, on every rank: the two
-        differ in shape, dtype or requires_grad, so they cannot be copies."""
+        """Copy the weights of the lower stage into the other copy; for the start, before any step. Collective. Raises ValueError, on every
+        rank: two copies differ in shape, dtype or requires_grad."""
         if not self._ties:
             return
         own = {
@@ -117,7 +117,7 @@ class Copies:
                     for shape, dtype, grad, _ in (first, second)
                 ]
                 raise ValueError(
-                    f"{tie.name} and {tie.copy} are said to be one parameter, but differ: {looks[0]} and {looks[1]}"
+                    f"{tie.name} and {tie.copy} are tied as one parameter, but differ: {looks[0]} and {looks[1]}"
                 )
         for tie in self._ties:
             if (root := holder[tie.name]) != holder[tie.copy]:
@@ -126,8 +126,8 @@ class Copies:
                 _send_over(mine, num_bytes, root, f"the weights of {tie.name}", chain)
 
     def other_names(self, state: Any) -> dict[str, str]:
-        """Each name of a parameter of this rank that `state` lacks -> the parameter's other name, which `state` has. Raises ValueError: `state`
-        has both, with different values."""
+        """Map each name of a shared parameter of this rank that `state` lacks to its other name, which `state` has. Raises ValueError:
+        `state` has both names, with different values."""
         found: dict[str, str] = {}
         for tie in self._ties if isinstance(state, Mapping) else ():
             if tie.name not in self._own and tie.copy not in self._own:
@@ -136,8 +136,7 @@ class Copies:
             values = [state[name] for name in there if isinstance(state[name], Tensor)]
             if len(values) == 2 and (values[0].shape != values[1].shape or not torch.equal(*(v.cpu() for v in values))):
                 raise ValueError(
-                    f"{tie.name} and {tie.copy} are one parameter, but have different values in the state: give both the "
-                    "same, or one of them alone"
+                    f"{tie.name} and {tie.copy} are one parameter, but have different values in the state: give both the same, or only one"
                 )
             found |= {name: there[0] for name in (tie.name, tie.copy) if there and name not in there}
         return found
@@ -147,8 +146,8 @@ class Copies:
 
 
 def make_replicas_equal(own: Tensors, replicas: Chain, fetch: Fetch) -> None:
-    """Each replica gets the values of the first, where they differ. Collective. Raises PipelineError: the replicas do not have the same
-    tensors."""
+    """Copy tensors of the first replica to the others if their values differ. Collective. Raises PipelineError: names, shapes or dtypes of
+    the replicas' tensors differ."""
     if replicas.num_ranks == 1:
         return
     parts = _digests(own, replicas, fetch)
@@ -165,8 +164,8 @@ def make_replicas_equal(own: Tensors, replicas: Chain, fetch: Fetch) -> None:
 def check_replicas_equal(
     own: Tensors, chain: Chain, replicas: Chain, name_of: Callable[[int], str], fetch: Fetch
 ) -> None:
-    """Compare a sum over the bits of each tensor; `name_of` says what the rank in replica r is called. Collective over all ranks. Raises
-    PipelineError, the same on every rank, if they differ; it names the ranks that differ. The pipeline itself can go on."""
+    """Compare a sum over the bits of each tensor between replicas; `name_of` returns the name of the rank in a replica. Collective over all
+    ranks. Raises PipelineError, the same on every rank, which names the ranks that differ. The pipeline itself can go on."""
     if replicas.num_ranks == 1:
         return
     said = _difference(_digests(own, replicas, fetch), name_of)
@@ -180,7 +179,8 @@ def check_replicas_equal(
 
 
 def _difference(parts: Sequence[list[list[Any]]], name_of: Callable[[int], str]) -> str:
-    """What differs between ranks with the same stages; empty: nothing. Names the ranks that differ from most; if no two agree, all."""
+    """Return what differs between ranks with the same stages, empty if nothing does. Names the ranks that differ from most; if no two
+    agree, all."""
     held = [json.dumps(part) for part in parts]
     most, times = Counter(held).most_common(1)[0]
     odd = [replica for replica, own in enumerate(held) if own != most]
@@ -198,8 +198,8 @@ def _difference(parts: Sequence[list[list[Any]]], name_of: Callable[[int], str])
 
 
 def _digests(own: Tensors, replicas: Chain, fetch: Fetch) -> list[list[list[Any]]]:
-    """Of each replica: name, shape, dtype and sum of bits of each tensor. Collective."""
-    none = torch.zeros((), dtype=torch.int64)  # of a tensor without plain bits, which is not compared
+    """Return for each replica name, shape, dtype and sum of bits of each tensor. Collective."""
+    none = torch.zeros((), dtype=torch.int64)  # for a tensor without plain bits: its values are not compared
     sums = [none.to(one.device) if (bits := fingerprint(one)) is None else bits for one in own.values()]
     values = fetch(torch.stack(sums), "a sum over the weights").tolist() if sums else []
     looks = [[name, list(tensor.shape), str(tensor.dtype), value] for (name, tensor), value in zip(own.items(), values)]

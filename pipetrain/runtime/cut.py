@@ -1,4 +1,4 @@
-"""A batch, cut into microbatches along dimension 0, leaf by leaf; and how much each of them counts in the loss."""
+"""Cuts a batch into microbatches along dimension 0, leaf by leaf, and weights each microbatch in the loss."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def on_device(batch: Tree, bring: Callable[[Tensor], Tensor]) -> Tree:
 
 
 def whole_tensors(batch: Tree, name: str) -> dict[int, str]:
-    """The leaves that are one tensor in all microbatches (`Whole`): index in a microbatch -> text for an error, with the leaf's name."""
+    """Map the index of each leaf that is one tensor in all microbatches (`Whole`) to a text for an error, which names the leaf."""
     found, index = dict[int, str](), 0
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         if not isinstance(leaf, Whole):
@@ -49,8 +49,8 @@ def whole_tensors(batch: Tree, name: str) -> dict[int, str]:
 
 
 def num_rows(batch: Tree, name: str) -> int | None:
-    """Rows of a batch: the size of dimension 0 of its tensors; None where it holds no tensor that is cut. Raises ValueError: tensors that
-    disagree, or one without a dimension 0."""
+    """Return the number of rows of a batch: the size of dimension 0 of its tensors; None if no tensor of it is cut. Raises ValueError:
+    tensors disagree, or one has no dimension 0."""
     rows: int | None = None
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         if not isinstance(leaf, Tensor):
@@ -63,15 +63,15 @@ def num_rows(batch: Tree, name: str) -> int | None:
         if rows is not None and leaf.shape[0] != rows:
             raise ValueError(
                 f"{place} has {leaf.shape[0]} rows, the tensors before it {rows}: give all the same number; wrap what is not per row in "
-                "pipetrain.Whole(...); pad rows that are packed into one tensor, as EmbeddingBag with offsets does"
+                "pipetrain.Whole(...); pad rows that are packed into one tensor, as EmbeddingBag with offsets takes them"
             )
         rows = leaf.shape[0]
     return rows
 
 
 def cut(batch: Tree, num_microbatches: int, name: str = "inputs") -> list[Tree]:
-    """`num_microbatches` slices of `batch` by `torch.tensor_split`; plain values and `Whole` leaves go to each. Raises ValueError: more
-    microbatches than rows, or tensors that disagree on the number of rows."""
+    """Cut `batch` into `num_microbatches` slices by `torch.tensor_split`; plain values and `Whole` leaves go to each slice. Raises
+    ValueError: fewer rows than microbatches, or tensors that disagree on the number of rows."""
     rows = num_rows(batch, name)
     if rows is not None and rows < num_microbatches:
         raise ValueError(
@@ -95,8 +95,8 @@ def slices(batch: Tree, num_microbatches: int) -> list[Tree]:
 
 
 def own_rows(batch: Tree, replica: int, num_replicas: int, num_microbatches: int) -> Tree:
-    """The rows of one replica: its `num_microbatches` slices. With too few rows for these, the batch is cut into one slice per replica. Raises
-    ValueError: fewer rows than replicas, or tensors that disagree on their number."""
+    """Return the rows of one replica: its `num_microbatches` slices. If there are too few rows, the batch is cut into one slice per
+    replica. Raises ValueError: fewer rows than replicas, or tensors that disagree on the number of rows."""
     rows = num_rows(batch, "the batch")
     if num_replicas == 1 or rows is None:
         return batch
@@ -109,7 +109,7 @@ def own_rows(batch: Tree, replica: int, num_replicas: int, num_microbatches: int
 
 
 def join(outputs: Sequence[Tree]) -> Tree:
-    """The outputs of all microbatches as one batch: tensors are concatenated along dimension 0."""
+    """Join the outputs of all microbatches into one batch: tensors along dimension 0; of other leaves, the first microbatch's is taken."""
     spec = pytree.tree_structure(outputs[0])
     columns = zip(*(pytree.tree_leaves(output) for output in outputs))
     return pytree.tree_unflatten(
@@ -118,18 +118,18 @@ def join(outputs: Sequence[Tree]) -> Tree:
 
 
 def weights_of(counts: Sequence[int | float]) -> list[float]:
-    """The weight of each microbatch in the loss: n_i / N, its part of the batch's count. Raises ValueError: the counts are all 0, one is
-    negative, or their sum is infinite."""
+    """Return the weight of each microbatch in the loss: n_i / N, its part of the batch's count. Raises ValueError: all counts are 0, one is
+    negative, or their sum is not finite."""
     total = sum(counts)
     if not 0 < total < math.inf or min(counts) < 0:
         raise ValueError(
-            f"count_fn gave {list(counts)} over the microbatches: each count must be 0 or more, their sum more than 0 and finite"
+            f"count_fn gave {list(counts)} over the microbatches: counts must be 0 or more, not all 0, and have a finite sum"
         )
     return [count / total for count in counts]
 
 
 def cut_targets(targets: Tree, rows: int, num_microbatches: int) -> list[Tree]:
-    """The targets of each microbatch; `rows` are those of the inputs. Raises ValueError: another number of rows than the inputs have."""
+    """Cut the targets into microbatches. Raises ValueError: they do not have as many rows as the inputs, which have `rows`."""
     fault = rows_fault(num_rows(targets, "targets"), rows)
     if fault:
         raise ValueError(fault)
@@ -137,14 +137,14 @@ def cut_targets(targets: Tree, rows: int, num_microbatches: int) -> list[Tree]:
 
 
 def rows_fault(found: int | None, rows: int) -> str | None:
-    """Why targets of `found` rows (None: no target tensor is cut) do not fit inputs of `rows` rows; None: they fit."""
+    """Return why targets of `found` rows (None: no target tensor is cut) do not fit inputs of `rows` rows; None if they fit."""
     if found is None or found == rows:
         return None
     return f"targets have {found} rows on the last rank, inputs {rows} on the first"
 
 
 def row_counts(rows: int, num_microbatches: int) -> list[int]:
-    """The rows of each microbatch, as `torch.tensor_split` cuts them."""
+    """Return the number of rows of each microbatch, as `torch.tensor_split` cuts them."""
     share, rest = divmod(rows, num_microbatches)
     return [share + (number < rest) for number in range(num_microbatches)]
 
@@ -156,7 +156,8 @@ CountFn = Callable[[Any], Any]
 
 
 def counts_of(targets: Sequence[Any], count_fn: CountFn) -> list[int | float]:
-    """`count_fn` of the target of each microbatch. Raises ValueError, naming the microbatch: the result is no number, or the call fails."""
+    """Call `count_fn` on the target of each microbatch. Raises ValueError, which names the microbatch: the call fails, or does not return a
+    finite number of 0 or more."""
     return [_count(number, target, count_fn) for number, target in enumerate(targets)]
 
 
@@ -167,7 +168,7 @@ def _count(microbatch: int, target: Any, count_fn: CountFn) -> int | float:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"count_fn failed on the target of microbatch {microbatch}: {reason}") from error
     value: Any = found.item() if isinstance(found, Tensor) and found.dim() == 0 else found
-    # True is a number for Python, and as a count most likely an any() where a sum() was meant.
+    # A bool is a number in Python, but as a count most likely any() in place of sum().
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if is_number and 0 <= value < math.inf:
         return int(value) if isinstance(value, numbers.Integral) else float(value)
@@ -182,14 +183,14 @@ def _count(microbatch: int, target: Any, count_fn: CountFn) -> int | float:
 class Counted:
     """Rows and counts of the targets of a call, from the rank of the last stage. If `problem` is set, the counts have no meaning."""
 
-    rows: int | None = None  # of the targets; None where no tensor of them is cut
+    rows: int | None = None  # of the targets; None if no target tensor is cut
     counts: tuple[int | float, ...] = ()
     problem: ValueError | TypeError | None = None
 
 
 def count_targets(targets: Any, most_microbatches: int, count_fn: CountFn, *, all_of_them: bool) -> Counted:
-    """Cut the targets of a call into `most_microbatches` and count each. With fewer rows, cut them into one microbatch per row; with
-    `all_of_them` that is a `problem`."""
+    """Cut the targets of a call into `most_microbatches` and count each. If they have fewer rows, cut one microbatch per row; with
+    `all_of_them`, return a `problem` instead."""
     rows = None
     try:
         rows = num_rows(targets, "targets")

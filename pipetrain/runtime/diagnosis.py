@@ -1,4 +1,4 @@
-"""Find the first value that is not finite: a step is repeated, and each layer's outputs and gradients are checked.
+"""Finds the first value that is not finite: a step is repeated, and each layer's outputs and gradients are checked.
 
 An ordinary step runs none of this.
 """
@@ -25,8 +25,8 @@ class Where(StrEnum):
     """Which value of a layer is the first that is not finite. The members are in the order in which a step computes them."""
 
     OUTPUT = "output"  # of its forward
-    GRADIENT = "gradient"  # that its backward gives: of its input, or of its parameters
-    SUM = "sum of gradients"  # the sum of a parameter's gradients, of which each microbatch's is finite
+    GRADIENT = "gradient"  # of its input, or of a parameter, in one microbatch
+    SUM = "sum of gradients"  # of a parameter over the microbatches; the gradient of each microbatch is finite
 
 
 # (kind of value, microbatch or -1 for none, layer in the whole model); the loss is the layer after the last.
@@ -34,7 +34,7 @@ _Seen = tuple[Where, int, int]
 
 
 def _order(seen: _Seen) -> tuple[int, int, int]:
-    """Smallest first: forward before backward, microbatch by microbatch; B runs from the last layer to the first."""
+    """A key for sorting: forward before backward, then by microbatch, then by layer; B runs from the last layer to the first."""
     where, microbatch, layer = seen
     return list(Where).index(where), microbatch, layer if where is Where.OUTPUT else -layer
 
@@ -56,20 +56,20 @@ class Finding:
         """For a message: the value, the layer, the microbatch and the cause."""
         layer = "the loss" if self.layer_name == "loss_fn" else f"layer {self.layer} ({self.layer_name})"
         what = "output" if self.where is Where.OUTPUT else "gradient"
-        what += "" if self.microbatch is None else f" in microbatch {self.microbatch}"
-        return f"{layer} of stage {self.stage} on rank {self.rank} gives the first such {what}; {self.cause}"
+        where = "" if self.microbatch is None else f" in microbatch {self.microbatch}"
+        return f"{layer} of stage {self.stage} on rank {self.rank} gives the first {what} that is not finite{where}; {self.cause}"
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a repeated step showed; the same on every rank. `losses` per microbatch; None where one is not finite."""
+    """The result of a repeated step, the same on every rank. `losses` has the loss of each microbatch, None if it is not finite."""
 
     finding: Finding | None  # None: everything is finite
     losses: Mapping[int, float | None]
 
     @staticmethod
     def of(parts: Iterable[bytes]) -> Diagnosis:
-        """The diagnosis from the results of `FiniteWatch.as_json` on all ranks."""
+        """Make the diagnosis from what `FiniteWatch.as_json` returned on each rank."""
         records = [json.loads(part) for part in parts]
         losses = {int(number): loss for record in records for number, loss in record["losses"].items()}
         found = [
@@ -90,28 +90,28 @@ class Diagnosis:
         if bad_weights:
             cause = f"its own weights are not finite ({', '.join(bad_weights[:3])})"
         elif where == Where.SUM:
-            cause = "each microbatch's gradient is finite, but their sum overflows"
+            cause = "the gradient of each microbatch is finite, but their sum overflows"
         elif layer == 0 and where == Where.OUTPUT and not all(record["inputs_are_finite"] for record in records):
             cause = "the inputs of the batch are not finite"
         else:
-            cause = "what goes into it is finite, and so are its weights: the value overflows there"
+            cause = "its inputs and its weights are finite: the value overflows there"
         finding = Finding(Where(where), None if microbatch < 0 else microbatch, layer, name, stage, rank, cause)
         return Diagnosis(finding, losses)
 
 
 class FiniteWatch:
-    """Checks each layer's output and gradients on one rank, in a step within `over`. Each check waits for the device: not for the hot path.
-    `replica` is the rank's replica; `first_microbatch` is the number of its first microbatch among those of all replicas."""
+    """Checks each layer's output and gradients on one rank, in a step within `over`. Each check waits for the device, so an ordinary step
+    has none. `replica` is the rank's replica; `first_microbatch` is the number of its first microbatch among those of all replicas."""
 
     def __init__(self, rank: int, stages: Mapping[int, AnyStage], replica: int, first_microbatch: int) -> None:
         self._rank, self._replica, self._first, self._stages = rank, replica, first_microbatch, stages
         self._layers = dict(pair for stage in stages.values() for pair in enumerate(stage.layers, stage.first_layer))
         self._seen: list[_Seen] = []
-        self._microbatch = 0  # the microbatch whose B runs; a rank runs its Bs one after the other
+        self._microbatch = 0  # the one whose B runs; a rank runs one B after the other
 
     @contextmanager
     def over(self) -> Iterator[None]:
-        """Around the step; restores buffers at its end."""
+        """Check a step that runs in the block; restores buffers at its end."""
         buffers = [(one, one.detach().clone()) for layer in self._layers.values() for one in layer.buffers()]
         handles = [
             parameter.register_hook(partial(self._on_gradient, None, number))  # type: ignore[no-untyped-call]
@@ -129,7 +129,7 @@ class FiniteWatch:
                     buffer.copy_(before)
 
     def on_layer(self, microbatch: int, layer: int, output: Any) -> None:
-        """Layer number `layer` has given `output` in F of `microbatch`."""
+        """Check `output` of layer number `layer` in F of `microbatch`, and in B the gradient of `output`."""
         for tensor in _floats(output):
             if not _is_finite(tensor):
                 self._seen.append((Where.OUTPUT, microbatch, layer))
@@ -137,13 +137,13 @@ class FiniteWatch:
                 tensor.register_hook(partial(self._on_gradient, microbatch, layer + 1))  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, microbatch: int | None, layer: int, gradient: Tensor) -> None:
-        """A gradient of the input of `layer`, or, if `microbatch` is None, of one of its parameters."""
+        """Check a gradient of the input of `layer`, or, if `microbatch` is None, of one of its parameters."""
         self._microbatch = self._microbatch if microbatch is None else microbatch
         if not _is_finite(gradient):
             self._seen.append((Where.GRADIENT, self._microbatch, layer))
 
     def as_json(self, inputs: Any, losses: Mapping[int, float]) -> bytes:
-        """What this rank saw: its part of a `Diagnosis`. `inputs` are the batch, on the first stage's rank."""
+        """Return what this rank saw: its part of a `Diagnosis`. `inputs` is the batch on the first stage's rank."""
         seen = self._seen or [
             (Where.SUM, -1, number)
             for number, layer in self._layers.items()
@@ -152,7 +152,7 @@ class FiniteWatch:
         layers: dict[int, tuple[str, int, int, list[str]]] = {}
         for index, stage in self._stages.items():
             for number, layer in enumerate(stage.layers, stage.first_layer):
-                # Parameters only: a running mean that is not finite may be what the bad batch left behind, and not the cause.
+                # No buffers: a running mean may be not finite because of the bad batch, and then is not the cause.
                 bad_weights = [name for name, value in layer.named_parameters() if not _is_finite(value)]
                 layers[number] = type(layer).__name__, index, self._rank, bad_weights
             if stage.loss_fn is not None:

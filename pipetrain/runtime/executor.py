@@ -1,8 +1,8 @@
 """Runs one rank's part of a schedule: a table with a method for each kind of op, and a loop.
 
-    F2   take     the microbatch, or the output of the stage before: by message, or from a stage of this rank     [1]
-         run      the stage                                                                                    [2]
-         give     its output to the SEND, or to the stage of this rank that comes next                         [3]
+    F2   take     the microbatch, or the output of the stage before: from a message, or from a stage of this rank     [1]
+         run      the stage                                                                                           [2]
+         give     its output to the SEND, or to the next stage if that is on this rank                                [3]
 
 One thread runs (on a GPU: launches) all F, R and B of the rank and starts its transfers. The threads of the transport only report
 ends of transfers. The loop is work-conserving: while the next compute op waits for a message, the next recompute op runs if it may.
@@ -36,12 +36,12 @@ from pipetrain.stage.seeding import layer_seeds
 from pipetrain.stage.segments import AnyStage
 
 OnCall = Callable[[Op, Sequence[nn.Module]], None]
-"""What a CALL does: it is given the op, and the layers of its stage."""
+"""What a CALL runs: a function of the op and the layers of the op's stage."""
 
 
 @dataclass
 class Step:
-    """What one call of the pipeline works on. `outputs` is filled on the last stage's rank: losses, or output trees."""
+    """The data of one call of the pipeline on one rank. `outputs` is filled on the last stage's rank: with losses, or with output trees."""
 
     index: int
     seed: int
@@ -49,17 +49,17 @@ class Step:
     with_loss: bool
     microbatches: Sequence[Any] = ()  # of stage 0
     targets: Sequence[Any] = ()  # of the last stage
-    weights: Sequence[float] = ()  # what the loss of each microbatch is multiplied by
+    weights: Sequence[float] = ()  # the factor of each microbatch's loss
     shares: Sequence[float] = ()  # each microbatch's share of the batch
     idle: frozenset[int] = frozenset()  # microbatches without weight in the loss: their ops do nothing
     whole_inputs: Mapping[int, str] = field(default_factory=dict)  # by leaf: why it may not be changed in place
     whole_targets: Mapping[int, str] = field(default_factory=dict)  # likewise
     first_microbatch: int = 0  # of this replica, among those of all
-    scale: float = 1.0
+    scale: float = 1.0  # the factor of all gradients
     past: Past | None = None  # in generation: what layers keep of the earlier tokens
-    on_layer: Callable[[int, int, Any], None] | None = None  # given microbatch, layer and its output, in F
-    on_op: Callable[[Op], None] | None = None  # called ahead of each op
-    explain: Callable[[Exception, int], Exception | None] | None = None  # (error, stage) -> a clearer error
+    on_layer: Callable[[int, int, Any], None] | None = None  # called in F with microbatch, layer and its output
+    on_op: Callable[[Op], None] | None = None  # called before each op
+    explain: Callable[[Exception, int], Exception | None] | None = None  # given an error and its stage: a clearer error
     outputs: dict[int, Any] = field(default_factory=dict)
     proved: Places = frozenset()  # (stage, microbatch) whose R is compared with F
     witnessed: Places = frozenset()  # likewise, by checksums
@@ -90,17 +90,17 @@ class Executor:
         board: FailureBoard,
         shared: SharedGradients | None = None,
     ) -> None:
-        self.before_op: Callable[[Op, int], None] | None = None  # called ahead of each op of a training step
-        self.copies: HostCopies | None = None  # copies of sets to and from host memory; None if the schedule has none
+        self.before_op: Callable[[Op, int], None] | None = None  # called before each op of a training step
+        self.copies: HostCopies | None = None  # of sets to host memory and back; None: the schedule has none
         self.on_call: OnCall | None = None
         self.rank, self._stages, self._transport, self._lanes = rank, stages, transport, lanes
         self._monitor, self._board = monitor, board
         self._shared = SharedGradients({}) if shared is None else shared
-        # Boundary tensors not yet taken, by `ProgramEntry.writes`: the SEND, or the op itself if a stage of this rank takes them.
+        # Boundary tensors that are not yet taken, by `ProgramEntry.writes`: the SEND, or the op itself if a stage of this rank takes them.
         self._given: dict[Op, _Boundary] = {}
 
     def change(self, stages: Mapping[int, AnyStage], shared: SharedGradients) -> None:
-        """Set what the next steps run on; only between two steps, when nothing is held."""
+        """Set stages and gradient buckets of the next steps. Only between two steps, when nothing is held."""
         self._assert_nothing_is_held()
         self._stages, self._shared = stages, shared
 
@@ -110,7 +110,7 @@ class Executor:
         Only this thread starts transfers. So a transfer whose last wait is for a message starts after the F, R or B that is running
         when the message arrives.
 
-        Raises PipelineError: another rank failed. An op's own exception is raised with a note that names the op.
+        Raises PipelineError: another rank failed. Also raises what an op of this rank raises, with a note that names the op.
         """
         turns, ended = Turns(program), self._transport.ended
         self._lanes.start_step()
@@ -140,7 +140,7 @@ class Executor:
         self._assert_nothing_is_held()
 
     def _take_ended(self, program: Program, step: Step) -> int:
-        """Take the first transfer or copy that has ended, run what is left of it on this thread, and return its number."""
+        """Take the first transfer or copy that has ended, run the rest of its work on this thread, and return its number."""
         op, land = self._transport.ended.popleft()
         number = program.number[op]
         try:
@@ -151,7 +151,7 @@ class Executor:
         return number
 
     def prepare(self, past: Past) -> None:
-        """Let the stages of this rank prepare for new tokens while their input is being received; stage 0 receives none."""
+        """Let this rank's stages prepare for new tokens while they wait for their input; not on stage 0's rank, which need not wait."""
         if 0 not in self._stages:
             for stage in self._stages.values():
                 prepare_stage(stage, past)
@@ -251,7 +251,7 @@ class Executor:
         self._transport.reduce(op, self._shared.given(op), functools.partial(self._shared.settle, op))
 
     def _taken(self, source: Op, entry: ProgramEntry) -> _Boundary:
-        """The boundary tensors of the neighbouring stage, from a message or from a stage of this rank."""
+        """Take the boundary tensors of the neighbouring stage, from a message or from a stage of this rank."""
         if not entry.is_received:
             return self._given.pop(source)
         leaves, form = self._transport.take(source)
@@ -276,7 +276,7 @@ class Executor:
         error.add_note(f"{place}\n{grid(program.schedule, entry.op)}")
 
     def drop(self) -> None:
-        """A step has failed: hold nothing any more."""
+        """Release all that a failed step holds."""
         if self.copies is not None:
             self.copies.drop()
         for stage in self._stages.values():
@@ -286,7 +286,7 @@ class Executor:
 
 
 def _crossed(stage: AnyStage, output: StageOutput, given: StageInput) -> _Boundary:
-    """The output of a stage as the next stage receives it, on this rank or another."""
+    """Return the output of a stage in the form in which the next stage gets it, on this rank or another."""
     fixed = memories(given.leaves, given.fixed)
     leaves, may_not_change = cross(output.leaves, output.spec, stage.device, stage.end, fixed)
     wants = frozenset(leaf for leaf, want in enumerate(output.wants_gradient) if want)
@@ -294,7 +294,7 @@ def _crossed(stage: AnyStage, output: StageOutput, given: StageInput) -> _Bounda
 
 
 def _stage_input(step: Step, microbatch: int, taken: _Boundary | None, *, is_last: bool) -> StageInput:
-    """The input of F of a stage: the output of the stage before, or (None) a microbatch of the batch."""
+    """Return the input of F of a stage: `taken`, the output of the stage before, or if that is None a microbatch of the batch."""
     if taken is None:
         leaves, spec = pytree.tree_flatten(step.microbatches[microbatch])
         taken = _Boundary(leaves, frozenset(), spec, step.whole_inputs, is_shared=False)
@@ -314,8 +314,8 @@ def _stage_input(step: Step, microbatch: int, taken: _Boundary | None, *, is_las
     )
 
 
-# A method for each kind of op whose row in `schedule/kinds.py` says `runs`. A new kind needs an entry here, a method above, and a method
-# of the stage. A method returns whether the op has ended; None means: ended if the op is in a computing lane.
+# A method for each kind of op whose row in `schedule/kinds.py` says `runs`. A new kind needs an entry here, a method above, and a method of
+# the stage. A method returns whether the op has ended; None: it has ended if its lane computes.
 _TABLE: Mapping[Kind, Callable[[Executor, ProgramEntry, Step], bool | None]] = {
     Kind.F: Executor._forward,
     Kind.R: Executor._recompute,

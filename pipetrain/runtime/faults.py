@@ -1,8 +1,9 @@
-"""Faults on purpose, at an op of one rank in one step or in many: to see what a run does then.
+"""Injects faults at an op of one rank, in one step or in many, to see what a run does then.
 
     PIPETRAIN_FAULTS="kill rank=1 op=1F2 step=3; slow rank=0 step=2 num_steps=5 seconds=0.1" pipetrain train
 
-An op is an F, R or B (`2B1`), or a message (`1SEND_F0`, `0RECV_B3`) as it is started; without `op` a fault strikes at every op that computes on the rank. Steps count from 1. A rank that torchrun has started again has no more faults.
+A fault strikes before an op runs (`2B1`) or, if it is a message, before it starts (`1SEND_F0`, `0RECV_B3`). Without `op`, a fault strikes
+before every F, R, B, I, W and CALL of the rank. Steps count from 1. A rank that torchrun has started again has no more faults.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _FORM = "write DEED rank=R op=OP step=S, as in `kill rank=1 op=1F2 step=3`"
 class Deed(StrEnum):
     """What happens just before the op."""
 
-    RAISE = "raise"  # an exception, as a bug in a layer would
+    RAISE = "raise"  # raises an exception, as a bug in a layer would
     KILL = "kill"  # SIGKILL, as the out-of-memory killer sends
     STOP = "stop"  # SIGSTOP: the process is there and does nothing
     SLOW = "slow"  # sleeps for `seconds`, then goes on
@@ -41,26 +42,25 @@ class Fault:
 
     rank: int
     step: int  # the first one, as `Pipeline.step_index` counts: from 0
-    op: Op | None  # None: every op of the rank that computes
+    op: Op | None  # None: every F, R, B, I, W and CALL of the rank
     deed: Deed
     seconds: float = 0.0
     num_steps: int = 1
 
     def strikes(self, op: Op, step: int) -> bool:
-        """Whether it happens before `op` in `step`."""
+        """Whether the fault happens before `op` in `step` (from 0)."""
         wanted = op.kind.computes if self.op is None else op == self.op
         return wanted and self.step <= step < self.step + self.num_steps
 
 
 def faults_of_environment() -> list[Fault]:
-    """The faults that `PIPETRAIN_FAULTS` asks for; none where torchrun has started this rank again. Raises ValueError: the variable cannot
-    be parsed."""
+    """Return the faults in `PIPETRAIN_FAULTS`; none if torchrun has started this rank again. Raises ValueError: it cannot be parsed."""
     is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     return faults_in(os.environ.get(VARIABLE, "")) if is_first else []
 
 
 def faults_in(text: str) -> list[Fault]:
-    """The faults in `text`. Raises ValueError: it cannot be parsed."""
+    """Return the faults that `text` describes. Raises ValueError: it cannot be parsed."""
     return [_parse(part) for part in text.split(";") if part.strip()]
 
 
@@ -86,7 +86,7 @@ def _parse(text: str) -> Fault:
 
 
 def inject(pipeline: Pipeline, faults: Iterable[Fault]) -> None:
-    """Make `pipeline` fail as `faults` say. Every rank may be given all faults: it takes those of its own."""
+    """Make `pipeline` fail as `faults` say. A rank may be given the faults of all ranks: it takes its own."""
     own = [fault for fault in faults if fault.rank == pipeline.rank]
 
     def before(op: Op, step: int) -> None:
@@ -95,7 +95,9 @@ def inject(pipeline: Pipeline, faults: Iterable[Fault]) -> None:
                 continue
             match fault.deed:
                 case Deed.RAISE:
-                    raise InjectedFault(f"a fault was injected at {op} of rank {fault.rank} in step {step + 1}")
+                    raise InjectedFault(
+                        f"a fault was injected at {op} of rank {fault.rank} in step {step + 1}, counted from 1"
+                    )
                 case Deed.SLOW:
                     time.sleep(fault.seconds)
                 case Deed.DROP:

@@ -1,7 +1,7 @@
-"""Text, token by token, over the stages: first the prompts, then each new token. Layers continue from what they have kept.
+"""Generates text token by token over the stages: first it runs the prompts, then each new token. Layers continue from what they have kept.
 
-rank 0   F(0)          F(1)             turn k: the new tokens of all samples through this rank's stages
-rank 1        F(0)→t0       F(1)→t1     the last stage's rank chooses; its tokens go up the chain of ranks, and each knows them
+rank 0   F(0)          F(1)             turn k: this rank's stages run the new tokens of all samples
+rank 1        F(0)→t0       F(1)→t1     the last stage's rank chooses the next tokens, and sends them to all ranks
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from pipetrain.schedule.op import Op
 from pipetrain.stage.past import Past, goes_on
 from pipetrain.stage.seeding import mix
 
-Choose = Callable[[Tensor], Tensor]
-OnToken = Callable[[int, int], bool | None]
+Choose = Callable[[Tensor], Tensor]  # logits [samples, vocabulary] -> ids [samples]
+OnToken = Callable[[int, int], bool | None]  # number of the sample, token -> whether the sample ends
 _GENERATOR_SEEDS = (1 << 63) - 1  # the bits of a seed that a generator takes
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next tokens are chosen from their logits.
+    """How the next tokens are chosen by their logits.
 
-    See `Pipeline.generate`. top_p is applied after top_k and leaves at least one token (Holtzman et al., "The curious case of neural text degeneration",
-    2020, section 3.1). A draw depends on the seed, the number of the sample and the number of the token alone.
+    See `Pipeline.generate`. top_p is applied after top_k, and leaves at least one token (Holtzman et al., "The curious case of neural text
+    degeneration", 2020, section 3.1). A draw depends only on the seed, the number of the sample and the number of the token.
 
     Raises ValueError: a number out of range.
     """
@@ -63,7 +63,7 @@ class Sampling:
             )
 
     def draw(self, logits: Tensor, token: int) -> Tensor:
-        """Draw, from logits `[samples, vocabulary]` on the host, token number `token` of each sample: ids `[samples]`, int64."""
+        """Draw token number `token` of each sample, by logits `[samples, vocabulary]` on the host. Returns ids `[samples]`, int64."""
         drawn = []
         for sample, chances in enumerate(self.chances(logits)):
             generator = torch.Generator().manual_seed(mix(self.seed, sample, token) & _GENERATOR_SEEDS)
@@ -106,10 +106,10 @@ class Request:
 
 
 def agree(make: Callable[[], Request] | None, layers: Mapping[int, nn.Module], chain: Chain) -> Request:
-    """Send the request of the rank that holds the first stage (`make`, None elsewhere) to every rank. Collective.
+    """Send the request that `make` returns on the first stage's rank to every rank; elsewhere `make` is None. Collective.
 
-    Raises ValueError: what is wrong with the request, or a rank's first layer that cannot continue from earlier tokens; the same on every
-    rank; PipelineError: another rank failed, or called something else.
+    Raises ValueError, the same on every rank: the request is invalid, or a layer cannot continue from earlier tokens; PipelineError:
+    another rank failed, or called something else.
     """
     own: dict[str, Any] = {"problem": "", "request": None}
     lacking = next((number for number, layer in layers.items() if not goes_on(layer)), None)
@@ -153,7 +153,7 @@ def _prompts_of(tokens: Any) -> list[list[int]]:
 
 
 def _unpadded(batch: Mapping[str, Any]) -> list[Tensor]:
-    """The rows of what a tokenizer gives, without padding."""
+    """Return the rows of a tokenizer's output, without padding."""
     unknown = sorted(set(batch) - {"input_ids", "attention_mask", "token_type_ids"})
     ids = batch.get("input_ids")
     if unknown or not isinstance(ids, Tensor):
@@ -184,12 +184,12 @@ def _ids(row: Any, what: str) -> list[int]:
 
 
 class Continuations:
-    """What the samples had so far, and what the layers of this rank have kept of it."""
+    """The tokens of the samples so far, and what the layers of this rank keep of them."""
 
     def __init__(self, request: Request, device: torch.device) -> None:
         self.num_new = 0
-        self.past = Past([0], device)  # until the first turn
-        self.made: list[list[int]] = [[] for _ in request.prompts]  # the new tokens of each, up to its end
+        self.past = Past([0], device)  # replaced in the first turn
+        self.made: list[list[int]] = [[] for _ in request.prompts]  # the new tokens of each sample, up to its end
         self._rows = list(map(list, request.prompts))  # all tokens, also those after an end
         self._open = [True] * len(request.prompts)
         self._request = request
@@ -200,8 +200,8 @@ class Continuations:
         return not any(self._open)
 
     def begin(self) -> Tensor:
-        """The new tokens of this turn, `[rows, new]`, int64: the last token of each sample; or the latest tokens of each sample, padded in
-        front, in the first turn and after the context is full."""
+        """Return the tokens of this turn, `[rows, new]`, int64: the last token of each sample. In the first turn, and if the context is
+        full, layers start anew with the latest tokens of each sample; shorter samples are padded in front."""
         limit = self._request.context
         if self.num_new and (limit is None or self.past.length < limit):
             self.past.begin(1)
@@ -227,8 +227,8 @@ class Continuations:
 
 @dataclass
 class Generation:
-    """One call of `Pipeline.generate` on one rank; all ranks have agreed on `request`. `program` is that of one microbatch's forward. `choose`
-    stands in for the sampling, on the rank that holds the last stage."""
+    """One call of `Pipeline.generate` on one rank; all ranks have agreed on `request`. `program` runs the forward of one microbatch.
+    `choose` replaces the sampling on the last stage's rank."""
 
     request: Request
     plan: Plan
@@ -244,8 +244,8 @@ class Generation:
         self._forms: dict[tuple[int, ...], dict[Op, Form]] = {}  # by the shape of the tokens
 
     def run(self) -> list[Tensor]:
-        """The new tokens of each prompt, int64, on every rank. Collective. Raises PipelineError: another rank failed. Also raises what a
-        layer of this rank raises."""
+        """Return the new tokens of each prompt, int64, on every rank. Collective. Raises PipelineError: another rank failed. Also raises
+        what a layer of this rank raises."""
         samples = self._samples
         while not samples.is_over:
             chosen, what = self._pass_through(), f"token {samples.num_new}"
@@ -254,7 +254,7 @@ class Generation:
         return [torch.tensor(tokens) for tokens in samples.made]
 
     def _pass_through(self) -> bytes:
-        """Run a turn's tokens through the stages of this rank. Returns the chosen tokens on the last stage's rank, else b""."""
+        """Run a turn's tokens through the stages of this rank. Returns the chosen tokens on the last stage's rank, no bytes elsewhere."""
         samples = self._samples
         tokens = samples.begin()
         self.executor.prepare(samples.past)
@@ -271,9 +271,9 @@ class Generation:
         number, sampling, fetch = self._samples.num_new, self.request.sampling, self.parts.fetch
         what = f"the logits of token {number}"
         if self.choose is not None:
-            chosen = fetch(self.choose(logits.clone()), what)  # a tensor that `choose` may change
+            chosen = fetch(self.choose(logits.clone()), what)  # a copy, because `choose` may change it
         elif sampling.temperature == 0.0:
-            chosen = fetch(logits.argmax(-1), what)  # choose on the device, because copying the logits takes long
+            chosen = fetch(logits.argmax(-1), what)  # on the device: copying all logits takes longer
         else:
             chosen = sampling.draw(fetch(logits.clone(), what), number)
         return chosen.to(torch.int64).numpy().tobytes()

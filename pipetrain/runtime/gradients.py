@@ -3,9 +3,9 @@
     replica 0   .grad = what its microbatches gave    ----+        .grad = the sum
     replica 1   .grad = what its microbatches gave    ----+-->     .grad = the sum, the same bits
 
-The ranks are the replicas of a stage, or those of two stages that share a parameter. Each replica weights its loss by n_i / N, its part of
-the whole count, so gradients are summed, not averaged. If `.grad` holds gradients of earlier steps, a step puts them aside, sums its own
-over the ranks, and then adds the earlier ones.
+The ranks are the replicas of a stage, or those of two stages that share a parameter. The loss of a microbatch has the
+weight n_i / N, its part of the count of all replicas, so gradients are summed and not averaged. If `.grad` holds gradients
+of earlier steps, a step puts them aside, sums its own over the ranks, and then adds the earlier ones.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class SharedGradients:
     """The gradients that the REDUCE_GRAD ops of one rank sum.
 
     `copies` has, by op, the parameters that two stages share; both ranks list them in one order. `of_parts` has, by part of a stage, the
-    parameters whose gradients replicas sum. A parameter of several parts is summed with the part that is ready last; a parameter in
-    `copies` only with `copies`. All replicas have the same parameters, and the same ones need a gradient. `now` returns the stages' present
-    parameters, with names. `runs_ahead`: the device may read a gradient after the host needs it no more, so gradients are held until the
-    end of the step.
+    parameters whose gradients replicas sum. A parameter of several parts is summed with the part that is ready last; a parameter
+    in `copies`, only by its op there.
+    All replicas have the same parameters, and the same ones need a gradient. `now` returns the stages' present parameters, with names.
+    `runs_ahead`: the device may read a gradient after the host needs it no more, so gradients are held until the end of the step.
     """
 
     def __init__(
@@ -46,13 +46,11 @@ class SharedGradients:
         runs_ahead: bool = True,
     ) -> None:
         self._copies, self._of_parts, self._now, self._runs_ahead = copies, of_parts or {}, now, runs_ahead
-        self._buckets: dict[
-            tuple[Op, ...], dict[Op, list[nn.Parameter]]
-        ] = {}  # keyed by the tuple of all reduces of a step
+        self._buckets: dict[tuple[Op, ...], dict[Op, list[nn.Parameter]]] = {}  # by the tuple of all reduces of a step
         self._trained: dict[Op, list[nn.Parameter]] = {}  # in this step
         self._before: dict[nn.Parameter, Tensor | None] = {}
         self._read: list[Tensor] = []
-        # Parameters without a gradient here, each with the number of replicas that have one.
+        # Parameters without a gradient here, each with a mark: once summed, the number of replicas that have a gradient.
         self._in_doubt: list[tuple[nn.Parameter, Tensor]] = []
         self._sparse: dict[nn.Parameter, int] = {}  # with sparse gradients -> their number of sparse dimensions
 
@@ -92,7 +90,7 @@ class SharedGradients:
 
     @torch.no_grad()
     def given(self, op: Op) -> list[Tensor]:
-        """The gradients of `op` that this rank has accumulated in this step: dense tensors, which will hold the sums."""
+        """Return the gradients of `op` that this rank has accumulated in this step: dense tensors, which will hold the sums."""
         bucket = self._trained[op]
         if op.peer is not None:
             # If neither stage has a gradient (neither used its layer), the sum is zeros.
@@ -109,8 +107,8 @@ class SharedGradients:
     def _together(
         self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, marked: Sequence[nn.Parameter]
     ) -> Tensor:
-        """All their gradients in one tensor, then for each of `marked` a 1 if it has a gradient here, else a 0. Summed over replicas, a
-        mark counts the replicas in which the parameter has a gradient."""
+        """Put the gradients of `parameters` into one tensor, then for each of `marked` a mark: 1 if it has a gradient here, else 0. Summed
+        over replicas, a mark counts the replicas in which the parameter has a gradient."""
         size = sum(parameter.numel() for parameter in parameters)
         piece = torch.empty(size + len(marked), dtype=dtype, device=(*parameters, *marked, torch.empty(0))[0].device)
         marks = piece[size:].fill_(1)
@@ -122,7 +120,7 @@ class SharedGradients:
         there, given, start = list[Tensor](), list[Tensor](), 0
         for parameter in parameters:
             strides = parameter.stride()
-            if not parameter.is_contiguous():  # the parameter's strides, but without gaps
+            if not parameter.is_contiguous():  # the strides of the parameter, without gaps
                 strides = torch.empty_like(parameter, device="meta").stride()
             room = piece.as_strided(parameter.shape, strides, start)
             start += parameter.numel()
@@ -158,7 +156,7 @@ class SharedGradients:
 
     @torch.no_grad()
     def settle(self, op: Op) -> None:
-        """The sums of `op` are complete: add the gradients that earlier steps had accumulated."""
+        """Add the gradients of earlier steps to the sums of `op`, which are complete."""
         for parameter in self._trained[op]:
             before, own = self._before.pop(parameter), parameter.grad
             if before is not None and own is not None:
@@ -167,13 +165,13 @@ class SharedGradients:
                 parameter.grad = before.add_(own) if before.layout is torch.strided else own.add_(before)
 
     def end_step(self) -> None:
-        """End the step; all streams were joined, so gradients need no longer be held."""
+        """End the step: all streams have been joined, so gradients need no longer be held."""
         assert not self._before, "some gradients were not summed over their ranks"
         self._read.clear()
 
     def finish(self, fetch: Fetch) -> None:
-        """After the step: where no replica had a gradient, set `.grad` to None, and make sparse gradients sparse again. If there is no such
-        parameter, nothing waits for the device."""
+        """Set `.grad` of parameters without a gradient in any replica to None, and make sparse gradients sparse again; after the step.
+        Waits for the device only if a parameter has no gradient here, or a sparse one."""
         if self._in_doubt:
             counts = torch.stack([mark.abs().double() for _, mark in self._in_doubt])
             for (parameter, _), count in zip(self._in_doubt, fetch(counts, "which gradients there are").tolist()):
@@ -188,7 +186,7 @@ class SharedGradients:
                 parameter.grad = parameter.grad.to_sparse(dimensions)
 
     def drop(self) -> None:
-        """A step has failed: drop its gradients, and put those of earlier steps back into `.grad`."""
+        """Drop the gradients of a failed step, and put those of earlier steps back into `.grad`."""
         for parameter, before in self._before.items():
             parameter.grad = before
         for held in (self._before, self._read, self._in_doubt):
@@ -214,11 +212,11 @@ def clip_grad_norm(
     """Scale the gradients so that the global 2-norm is at most `max_norm`; returns the norm before, 0-dim on the host.
 
     `parameters_of` are this rank's parameters per stage; `exchange` sends this rank's bytes and returns those of all ranks. The norms of
-    single tensors are put in the whole model's order and summed as torch.nn.utils.clip_grad_norm_ does, so that the result
-    equals that of the model in one piece bit for bit. `uncounted` are the ids of parameters that are scaled here and count in the norm on
-    another rank. `fetch` brings the norms of all tensors to the host at once: on a GPU this is the only wait for the gradients.
+    single tensors are put in the whole model's order and summed as torch.nn.utils.clip_grad_norm_ does, so that the result equals that of
+    the model in one piece bit for bit. `uncounted` are the ids of parameters that are scaled here, but counted on another rank. `fetch`
+    brings the norms of all tensors to the host at once; on a GPU this is the only wait for the gradients.
 
-    Raises ValueError, the same on every rank: some rank's `max_norm` is not a number of 0 or more.
+    Raises ValueError, the same on every rank: `max_norm` of a rank is not a number of 0 or more.
     """
     own = {stage: list(parameters) for stage, parameters in parameters_of.items()}
     mistake = ""
@@ -244,7 +242,7 @@ def clip_grad_norm(
 def _norms(
     parameters_of: Mapping[int, Iterable[nn.Parameter]], fetch: Callable[[Tensor], Tensor]
 ) -> dict[int, list[tuple[float, str]]]:
-    """Per stage the norm and dtype of each gradient there is. float64 holds any of the dtypes exactly."""
+    """Return per stage the norm and dtype of each gradient. float64 holds any of the dtypes exactly."""
     norms = {stage: [_norm(p.grad) for p in group if p.grad is not None] for stage, group in parameters_of.items()}
     of_all = [norm.double() for group in norms.values() for norm in group]
     values = iter(fetch(torch.stack(of_all)).tolist() if of_all else [])
@@ -253,7 +251,7 @@ def _norms(
 
 
 def _norm(gradient: Tensor) -> Tensor:
-    """The 2-norm of a gradient: of a DTensor over all ranks; in a sparse one, entries with one index are summed first."""
+    """The 2-norm of a gradient, of a DTensor over all its ranks. In a sparse gradient, entries with the same index are summed first."""
     if gradient.layout is not torch.strided:
         gradient = (gradient.coalesce() if gradient.layout is torch.sparse_coo else gradient).values()
     norm: Tensor = torch.linalg.vector_norm(gradient)
@@ -262,7 +260,7 @@ def _norm(gradient: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _scale(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor) -> None:
-    """Scale gradients like torch.nn.utils.clip_grads_with_norm_, but sparse and sharded ones, too."""
+    """Scale gradients as torch.nn.utils.clip_grads_with_norm_ does; sparse gradients and DTensors are scaled one by one."""
     plain, factor = [], torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for parameter in parameters:
         gradient = parameter.grad

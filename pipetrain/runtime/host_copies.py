@@ -1,9 +1,9 @@
-"""Copies of sets between a rank's device and its host's memory: two lanes, down (OFFLOAD) and up (RELOAD), beside the compute lane.
+"""Copies sets between a rank's device and its host's memory, in two lanes beside the compute lane: OFFLOAD to the host, RELOAD back.
 
 On a GPU a copy is launched on the stream of its lane, from and to pinned memory. On a CPU a thread per lane makes the copies, and
 itself waits for other copies. The rules of memory on a GPU, none of which makes the host wait:
 
-    [1] the memory of a set on the device is freed once the compute stream is ordered after its OFFLOAD, because its next user is allocated there
+    [1] the memory of a set on the device is freed once the compute stream is ordered after its OFFLOAD: its next user is on that stream
     [2] a RELOAD fills a buffer that is free on the device (`Ring`), as a receive does
     [3] an OFFLOAD may reuse a slab of the host after the RELOAD that read it; `check` proves that such a slab is free
 """
@@ -36,13 +36,15 @@ Ended = Callable[[Op, Callable[[], None]], None]
 
 
 class HostPool:
-    """Host memory of one rank for offloaded sets: slabs of stages, or of their parts, one per set, which are reused. `most` has, by stage,
-    the largest number of sets on the host, however long ops take. The first set reserves that many slabs. `limit` bounds the bytes of all
-    slabs together."""
+    """Host memory of one rank for offloaded sets. A stage, or each of its parts, has slabs, which hold one set each and are reused.
+
+    `most` has, by stage, the largest number of sets on the host, however long ops take; the first set reserves that many slabs. `limit`
+    bounds the bytes of all slabs together.
+    """
 
     def __init__(self, device: Device, limit: int, most: Mapping[int, int]) -> None:
         self._device, self._limit, self._most = device, limit, most
-        # Of a stage or its part: free slabs, and the RELOAD after which each is free.
+        # By stage and part: free slabs, and the RELOAD after which each is free.
         self._free: dict[tuple[int, int | None], list[tuple[Tensor, Moment]]] = {}
         self._num_taken = 0
         self._lock = threading.Lock()  # one thread takes slabs, another gives them back
@@ -59,8 +61,8 @@ class HostPool:
         return [(self._device.host_memory(num_bytes), 0) for _ in range(num_slabs)]
 
     def take(self, op: Op, num_bytes: int, may_use: Callable[[Moment], bool] = lambda _: True) -> Tensor:
-        """For the set of `op`, or its part, the smallest free slab of at least `num_bytes` that `may_use` allows. If all are too small, the largest
-        is freed and a larger one reserved. For any thread.
+        """Take the smallest free slab of at least `num_bytes` that `may_use` allows, for the set of `op` or its part. If all are too small,
+        the largest is freed and a larger one reserved. For any thread.
 
         Raises:
             ValueError: the pool would exceed its limit.
@@ -84,7 +86,7 @@ class HostPool:
         return slab
 
     def give(self, op: Op, slab: Tensor, after: Moment = 0) -> None:
-        """`slab` may be used again by an OFFLOAD ordered after RELOAD number `after`. For any thread."""
+        """Give `slab` back: an OFFLOAD may use it again after RELOAD number `after`. For any thread."""
         with self._lock:
             self._free[op.stage, op.part].append((slab, after))
             self._num_taken -= 1
@@ -94,7 +96,7 @@ class HostPool:
 
 
 class HostCopies:
-    """Makes the copies of one rank, into `pool`. Only the thread that computes calls it. `ended` is called within `Monitor.done`."""
+    """Makes the copies of one rank, to and from `pool`. Only the thread that computes calls it. `ended` is called within `Monitor.done`."""
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ class HostCopies:
         self.pool = HostPool(lanes.device, limit, most)
         self._ring = None if lanes.ahead is None else Ring(lanes.ahead, Lane.RELOAD, device)
         self._copiers = {} if lanes.ahead is not None else {lane: _Copier(lane) for lane in COPY_LANES}
-        self._made: set[Op] = set()  # in this step, by threads
+        self._made: set[Op] = set()  # copies that threads have made in this step
         self._progress = threading.Condition()
         self._is_dropped = False
 
@@ -130,7 +132,7 @@ class HostCopies:
         return True
 
     def reload(self, entry: ProgramEntry, host_set: HostSet) -> bool:
-        """Copy a set back. Returns whether the op has ended for the host."""
+        """Copy a set back to the device. Returns whether the op has ended for the host."""
         op, lane, ahead = entry.op, entry.lane, self._lanes.ahead
         if ahead is None:
             return self._in_thread(entry, functools.partial(self._come_back, op, host_set))
@@ -156,7 +158,7 @@ class HostCopies:
         self.pool.give(op, slab)
 
     def _in_thread(self, entry: ProgramEntry, copy: Callable[[], None]) -> bool:
-        """Have the thread of the lane run `copy` when all copies that it waits for were made."""
+        """Let the thread of the lane run `copy` once all copies that `entry` waits for are made. Returns False: the op has not ended."""
         op, awaited = entry.op, set(entry.waits_of_thread)
 
         def job() -> None:
@@ -181,7 +183,7 @@ class HostCopies:
         return False
 
     def drop(self) -> None:
-        """A step has failed: start no copy any more, and wait for those under way, which read and write its sets."""
+        """After a failed step, start no more copies, and wait for running ones, which read and write the step's sets."""
         with self._progress:
             self._is_dropped = True
             self._progress.notify_all()

@@ -1,10 +1,9 @@
-"""The loss of a step, summed over microbatches and replicas; the first step checks that `loss_fn` is a mean or a sum, as `loss_reduction` says.
+"""Sums the loss of a step over microbatches and replicas. The first step checks that `loss_fn` is a mean or a sum, as the user says.
 
-A step back-propagates the sum of `loss_fn(out_i, target_i) * share_i`. It equals the loss of the batch if `loss_fn` is a mean over rows, or
-over what `count_fn` counts. A `loss_fn` that is a sum gives a fraction of that loss; `loss_reduction="sum"` therefore sets the factors to
-1. Most losses of neither kind give another number than the loss of the batch. `LossCheck` keeps outputs of the first step, without their
-graphs, and evaluates `loss_fn` on all of them together. A single output (each replica has one microbatch, or an output is large) is cut in
-two.
+A step back-propagates the sum of `loss_fn(out_i, target_i) * share_i`. That is the loss of the batch if `loss_fn` is a mean over rows, or
+over what `count_fn` counts. It is only a fraction of that loss if `loss_fn` is a sum; `loss_reduction="sum"` therefore sets the factors to
+1. It differs from that loss for most other functions. `LossCheck` keeps outputs of the first step, without their graphs, and evaluates
+`loss_fn` on all of them together. A single output (each replica has one microbatch, or an output is large) is cut in two.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ _LOG = logging.getLogger(__name__)
 class LossNotFinite(PipelineError):
     """The loss of a step is not finite. Every rank raises it after the whole step, and the pipeline can go on.
 
-    `microbatch` is the first whose own loss is not finite, counted over all replicas; `loss` the sum over all. Discard the gradients. Buffers
-    that a forward changes (running means) already include the batch.
+    `microbatch` is the first whose own loss is not finite, counted over all replicas; `loss` is the sum over all. Discard the gradients.
+    Buffers that a forward changes (running means) already include the batch.
     """
 
     def __init__(self, step: int, microbatch: int, loss: float) -> None:
@@ -57,8 +56,8 @@ class LossNotFinite(PipelineError):
 
 
 def loss_of_all(step: Step, root: int, group: Group, fetch: Fetch) -> Tensor:
-    """The sum of the microbatches' losses of all replicas, in order, 0-dim on the host of every rank; `root` holds the last stage. Collective.
-    Raises LossNotFinite: the loss of a microbatch is not finite."""
+    """Return the sum of the losses of all microbatches of all replicas, in order, 0-dim on every rank's host; `root` holds the last stage.
+    Collective. Raises LossNotFinite: the loss of a microbatch is not finite."""
     what, said = f"the loss of step {step.index}", b""
     if group.chain.rank == root:
         said = _sum(group.replicas.concatenate(_own_losses(step, fetch), what))
@@ -69,7 +68,8 @@ def loss_of_all(step: Step, root: int, group: Group, fetch: Fetch) -> Tensor:
 
 
 def _own_losses(step: Step, fetch: Fetch) -> bytes:
-    """The dtype of this replica's losses, and number and value of each. float64 holds any dtype exactly; all go to the host at once."""
+    """Return the dtype of this replica's losses, and number and value of each. float64 holds any dtype exactly; all go to the host at
+    once."""
     ordered = sorted(step.outputs.items())
     if not ordered:
         return json.dumps([None, []]).encode()
@@ -81,7 +81,8 @@ def _own_losses(step: Step, fetch: Fetch) -> bytes:
 
 
 def _sum(parts: Sequence[bytes]) -> bytes:
-    """Of what `_own_losses` gave in each replica: the sum in the losses' own dtype, that dtype, the first microbatch that is not finite."""
+    """Return, from the `_own_losses` of all replicas, the sum in the losses' own dtype, that dtype, and the first microbatch whose loss is
+    not finite."""
     found = [json.loads(part) for part in parts]
     dtype = next(dtype for dtype, _ in found if dtype is not None)
     losses = [pair for _, pairs in found for pair in pairs]
@@ -96,7 +97,7 @@ def _sum(parts: Sequence[bytes]) -> bytes:
 
 
 class _NotComparable(Exception):
-    """What was kept cannot be put together, or cut, as rows."""
+    """The kept outputs do not allow the comparison."""
 
 
 class _Part(NamedTuple):
@@ -110,10 +111,11 @@ class _Part(NamedTuple):
 
 @dataclass
 class LossCheck:
-    """On the last stage's rank, compares `loss_fn` of all rows with its values on microbatches. `reduction`: what the user says it is, mean or sum.
+    """Compares, on the last stage's rank, `loss_fn` of all rows with its values on microbatches. The user says by `reduction` whether it is
+    a mean or a sum.
 
-    A loss that cannot be evaluated on all rows, or that gives two values for one output (random numbers, a state), is not checked. A copy of
-    `loss_fn` is called, so its state stays as it is.
+    A loss that cannot be evaluated on all rows, or that gives two values for one output (random numbers, a state), is not checked. A copy
+    of `loss_fn` is called, so its state stays as it is.
     """
 
     loss_fn: LossFn
@@ -126,8 +128,8 @@ class LossCheck:
 
     @contextmanager
     def over(self, step: Step) -> Iterator[None]:
-        """Around a step with a graph. The caller restores the generators. Raises ValueError: the loss is a sum where `reduction` says mean, or a
-        mean where it says sum."""
+        """Check the loss of a step with a graph, which runs in the block. The caller restores the generators. Raises ValueError:
+        `reduction` says mean and the loss is a sum, or the other way round."""
         counted = [index for index, share in enumerate(step.shares) if share]
         if step.on_layer is not None or not counted or step.shares[counted[0]] == 1:
             yield
@@ -175,7 +177,8 @@ class LossCheck:
     def _evaluate(
         self, parts: list[_Part], whole: set[int], spec: pytree.TreeSpec, target_spec: pytree.TreeSpec
     ) -> tuple[float, float, float, float]:
-        """The loss of all that was kept; the mean and the sum of the losses of its parts; the relative difference that rounding allows."""
+        """Return the loss of all kept rows together; the mean of the losses of their parts; the sum of these; and the relative difference
+        that rounding allows."""
         loss_fn: LossFn = _copy_of(self.loss_fn)
 
         def loss_of(output: list[Any], target: list[Any]) -> Tensor:
@@ -217,14 +220,14 @@ class LossCheck:
             return
         if is_sum:
             raise ValueError(
-                f"loss_fn is a sum over rows: all rows give {together:.6g}, the sum of their parts is {added:.6g}. With loss_reduction='mean' "
-                f'loss and gradients would be about 1/{num_microbatches} of that: give Pipeline(..., loss_reduction="sum"), or a loss_fn '
-                "that returns a mean"
+                f"loss_fn is a sum over rows: {together:.6g} for all rows, and {added:.6g} as the sum of their parts. With "
+                f"loss_reduction='mean', loss and gradients would be about 1/{num_microbatches} of that: give "
+                'Pipeline(..., loss_reduction="sum"), or a loss_fn that returns a mean'
             )
         if is_mean:
             raise ValueError(
-                f"loss_fn is a mean over rows: all rows give {together:.6g}, the mean of their parts is {mean:.6g}. With "
-                f"loss_reduction='sum' loss and gradients would be about {num_microbatches} times that: leave loss_reduction out"
+                f"loss_fn is a mean over rows: {together:.6g} for all rows, and {mean:.6g} as the mean of their parts. With "
+                f"loss_reduction='sum', loss and gradients would be about {num_microbatches} times that: leave loss_reduction out"
             )
         if self.warns:
             taken = mean if self.reduction == MEAN else added
@@ -232,15 +235,14 @@ class LossCheck:
                 f"loss_fn gives {together:.6g} for rows together, and {taken:.6g} as the {self.reduction} over microbatches that is trained on, so "
                 "loss and gradients depend on num_microbatches. Usual causes: class weights (cross_entropy with weight=), padding that "
                 "the mean does not count (ignore_index=), losses over pairs of the batch (contrastive ones). For the first two give "
-                "count_fn=, which returns how much of a target counts: the sum of its weights, or the number of its entries that are not "
-                "padding. A contrastive loss sees only the pairs "
-                "within a microbatch",
+                "count_fn=, which returns how much of a target counts: the sum of its weights, or the number of entries that are not "
+                "padding. A loss over pairs gets only the pairs within a microbatch",
                 stacklevel=2,
             )
 
 
 def _put_away(leaf: Any) -> Callable[[], Any]:
-    """A function that makes the leaf again. It holds the storage, and no tensor."""
+    """Return a function that makes the leaf again; it holds the storage, but no tensor."""
     if not isinstance(leaf, Tensor):
         return lambda: leaf
     return partial(
@@ -249,7 +251,7 @@ def _put_away(leaf: Any) -> Callable[[], Any]:
 
 
 def _joined(parts: Sequence[list[Any]], whole: Set[int] = frozenset()) -> list[Any]:
-    """The leaves of several parts as those of one; `whole`: indices of leaves that are the same in each part."""
+    """Join the leaves of several parts into those of one; `whole` has the indices of leaves that are the same in each part."""
     joined = []
     for index, column in enumerate(zip(*parts, strict=True)):
         if isinstance(column[0], Tensor) and index not in whole:
@@ -257,7 +259,7 @@ def _joined(parts: Sequence[list[Any]], whole: Set[int] = frozenset()) -> list[A
         elif isinstance(column[0], Tensor) or all(leaf == column[0] for leaf in column):
             joined.append(column[0])
         else:
-            raise _NotComparable(f"a {type(column[0]).__name__} that differs from microbatch to microbatch")
+            raise _NotComparable(f"a {type(column[0]).__name__} that differs between microbatches")
     return joined
 
 
@@ -267,12 +269,13 @@ def _cut_in_two(leaves: list[Any], whole: Set[int] = frozenset()) -> list[list[A
 
 
 def _cloned(leaves: list[Any]) -> list[Any]:
-    """Copies, not views of the user's batch, because a loss may change its arguments in place."""
+    """Return copies, not views of the user's batch: a loss may change its arguments in place."""
     return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _copy_of(loss_fn: Any) -> Any:
-    """A copy of a loss, or of a value in it, that shares no state with it, nor variables of a closure. Weights are not copied."""
+    """Return a copy of a loss, or of a value in it, with attributes of its own. Values in a function's closure are copied, weights are
+    not."""
     if isinstance(loss_fn, partial):
         named = {name: _copy_of(one) for name, one in loss_fn.keywords.items()}
         return partial(_copy_of(loss_fn.func), *map(_copy_of, loss_fn.args), **named)
@@ -293,7 +296,8 @@ def _copy_of(loss_fn: Any) -> Any:
 
 
 def _rounding(loss: Tensor, outputs: Sequence[Tensor]) -> float:
-    """The relative difference allowed between two sums of the same terms in another order: rounding error times the root of the number of terms.
+    """The relative difference allowed between two sums of the same terms in another order: rounding error times the root of the number of
+    terms.
 
     16-bit losses are summed in float32 and rounded once. Source: Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis
     (2019).

@@ -1,4 +1,4 @@
-"""What a step did, as one rank saw it; and which layers made the host wait for its device."""
+"""Makes one rank's report of a step, and names the layers that made the host wait for its device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OURS = tuple(str(Path(__file__).parents[1] / room) for room in ("stage", "runti
 def measure_rank(
     recording: Recording, clock: Clock, stages: Mapping[int, AnyStage], memory: DeviceMemory, **known: Any
 ) -> RankReport:
-    """The report of a step, with the fields `known` of `RankReport`. On a GPU this waits for the step to end there."""
+    """Return the report of a step; `known` are further fields of `RankReport`. On a GPU this waits for the step to end there."""
     shift = clock.offset_seconds
     on_clock_0 = tuple(replace(event, start=event.start + shift, end=event.end + shift) for event in recording.events())
     return RankReport(
@@ -51,8 +51,8 @@ def _most(sizes: Iterable[Mapping[int, int]]) -> int:
 
 
 def activation_bytes_of_never(events: Iterable[OpEvent], stages: Mapping[int, AnyStage]) -> int:
-    """What the rank would hold at its peak if every set stayed from F to B, in the order in which F and B ran. Computed from the bytes of each
-    set, as R or F filled it, and of each stashed input."""
+    """Return the bytes that the rank would hold at its peak if every set stayed from F to B, with F and B in the order in which they ran.
+    Computed from the bytes of each set, as R or F filled it, and of each stashed input."""
     alive = peak = 0
     for event in sorted(events, key=lambda event: event.start):
         op = event.op
@@ -69,8 +69,8 @@ def activation_bytes_of_never(events: Iterable[OpEvent], stages: Mapping[int, An
 
 @contextmanager
 def waits_told(stages: Mapping[int, AnyStage], device: Device) -> Iterator[None]:
-    """In the block, each wait of the host for the device is noted; at its end, a warning names each layer that caused one, found on the stack.
-    Waits of pipetrain itself, which compares F and R of the first microbatch, do not count."""
+    """Note each wait of the host for the device in the block; at its end, a warning names each layer that caused one, found on the stack.
+    Waits in pipetrain's own code do not count: it compares F and R of the first microbatch."""
     layers = {
         id(layer): f"layer {number} ({type(layer).__name__}) of stage {index}"
         for index, stage in stages.items()
@@ -87,9 +87,8 @@ def waits_told(stages: Mapping[int, AnyStage], device: Device) -> Iterator[None]
         yield
     for layer, place in found.items():
         warnings.warn(
-            f"{layer} makes the host wait for the GPU in every microbatch ({place}), so that what should run beside it is launched too "
-            "late: do without .item(), .nonzero(), .tolist() and `if` on a tensor in its forward, or keep the "
-            "tensors that these calls read on the CPU",
+            f"{layer} makes the host wait for the GPU in every microbatch ({place}), so that ops that should run beside it are launched "
+            "too late: do without .item(), .nonzero(), .tolist() and `if` on a tensor in its forward, or keep their tensors on the CPU",
             stacklevel=4,
         )
 

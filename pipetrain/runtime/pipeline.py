@@ -57,36 +57,38 @@ class Pipeline(StageWeights):
         model: an `nn.Sequential`, a list of layers, a list of callables that return a layer each (only this rank's are
             called, each after seeding with (seed, layer index)), a `ModelSpec`, or a causal language model of transformers, whose
             own parameters are trained, not copies. Layer i gets what layer i - 1 returned, as one argument.
-        loss_fn: `loss_fn(output, target)` of one microbatch, a 0-dim tensor; default: that of a `ModelSpec`, with its `count_fn`. Layers
-            add to the loss by `add_loss`.
-        num_microbatches: slices of a batch.
+        loss_fn: `loss_fn(output, target)` returns the loss of one microbatch, a 0-dim tensor; default: that of a `ModelSpec`, with its
+            `count_fn`. Layers add to the loss by `add_loss`.
+        num_microbatches: the number of slices into which a batch of a replica is cut.
         schedule: the name of a family, a CSV file, a generator (a function from `Shape` to the ops of each rank), or a
             `Schedule`.
         recompute: a mode or a `RecomputePolicy`.
         balance: the number of layers of each stage, or `"auto"`: the numbers with the shortest simulated step, R included. A layer's
-            simulated time is proportional to its FLOPs in a `ModelSpec`, or to the number of its weights in matrix products; where these
-            are not known (callables, convolutions), all layers take the same time.
+            simulated time is proportional to the FLOPs that a `ModelSpec` states for it, or to the number of its weights in matrix
+            products. If these are not known (callables, convolutions), all layers take the same time.
         num_stages: default: ranks of one replica x stages_per_rank.
         num_replicas: whole pipelines, each of which gets its own rows of a batch (`own_rows`); gradients are summed over them.
-        plan: what `make_plan` returns; it says which rank holds which layers. It takes the place of `balance`, `num_stages`, `stages_per_rank`
-            and `num_microbatches`, and can say more: `placement`, `warmup`.
-        mesh: a DeviceMesh of torch.distributed with the dimensions `replica` and `stage`, and optionally `tensor` of size 1. It takes the place of
-            `num_replicas` and `group`, and says which ranks make a replica; default: neighbouring ones.
+        plan: what `make_plan` returned; it says which rank holds which layers. It takes the place of `balance`, `num_stages`,
+            `stages_per_rank` and `num_microbatches`, and can say more: `placement`, `warmup`.
+        mesh: a DeviceMesh of torch.distributed with the dimensions `replica` and `stage`, and optionally `tensor` of size 1. It takes the
+            place of `num_replicas` and `group`, and says which ranks make a replica; default: neighbouring ranks.
         group: a process group of torch.distributed; default: all its ranks. If torch.distributed is not initialised, the pipeline
             initialises it from torchrun's variables. Without these variables the pipeline has one rank.
-        device: default: this rank's GPU where there are enough, else the CPU.
-        seed: of dropout and, for callables, of the weights.
-        count_fn: `count_fn(target)` is how much of a microbatch's target counts in the loss; default: its rows. A microbatch that counts 0 is not run.
-        loss_reduction: `"mean"` if `loss_fn` averages over rows, or `"sum"`, for which losses and gradients are added without weights. The first training step checks it.
-        timeout_seconds: longest wait for another rank.
-        on_event: is given every `OpEvent`, after its step; on a GPU, once the device has run the step.
-        on_call: `on_call(op, layers)` runs where the schedule has a CALL, without a graph; `layers` are those of the op's stage.
+        device: default: this rank's GPU if there are enough, else the CPU.
+        seed: the seed of dropout and, if callables make the layers, of the weights.
+        count_fn: `count_fn(target)` returns how much of a microbatch's target counts in the loss; default: its rows. A microbatch with the
+            count 0 is not run.
+        loss_reduction: `"mean"` if `loss_fn` is a mean over rows, or `"sum"`: losses and gradients of microbatches are then added without
+            weights. The first training step checks it.
+        timeout_seconds: the longest wait for another rank.
+        on_event: is called with every `OpEvent`, after its step; on a GPU, once the device has run the step.
+        on_call: `on_call(op, layers)` runs at each CALL of the schedule, without a graph; `layers` are those of the op's stage.
 
     Every rank calls the same methods in the same order. A rank without the first stage may pass None as inputs; a rank without the last
     stage may pass None as targets.
 
     Raises:
-        ValueError: arguments that do not fit each other; the same on every rank.
+        ValueError: arguments that do not fit each other; the same error on every rank.
         PipelineError: another rank did not connect.
     """
 
@@ -122,7 +124,7 @@ class Pipeline(StageWeights):
             loss_fn, count_fn = spec.loss_fn, count_fn or spec.count_fn
         self.step_index, self._training, self._closed, self.beside = 0, True, False, []
         self._take_batch, self._on_event, self._on_call = spec.take_batch, on_event, on_call
-        self._unseen: deque[Recording] = deque()  # what on_event was not given yet
+        self._unseen: deque[Recording] = deque()  # steps whose events on_event was not given yet
         of_plan: dict[str, Any] = {}
         if isinstance(plan, Plan):
             of_plan = {"shares_gpus": plan.edges == PINNED, "order": plan.order}
@@ -161,12 +163,13 @@ class Pipeline(StageWeights):
         schedule: GivenSchedule | None = None,
         recompute: str | RecomputePolicy | None = None,
     ) -> None:
-        """From the next call on, cut a batch into other microbatches, run them by another schedule, or recompute otherwise. Collective.
+        """Change, from the next call on, the number of microbatches, the schedule, or what is recomputed. Collective.
 
-        Arguments that are None keep their values; everything else stays. R is compared with F again in the first microbatch of each kind of step.
+        Arguments that are None keep their values; everything else stays. R is compared with F again in the first microbatch of each kind of
+        step.
 
         Raises:
-            ValueError: values that do not fit each other or the plan, or differ from those on rank 0; the pipeline is as it was.
+            ValueError: values that do not fit each other or the plan, or differ from those on rank 0; the pipeline stays as it was.
             PipelineError: another rank failed.
         """
         self._check_open()
@@ -220,12 +223,12 @@ class Pipeline(StageWeights):
 
     @property
     def rank(self) -> int:
-        """This process among the ranks of all replicas."""
+        """The number of this rank among the ranks of all replicas."""
         return self._group.rank
 
     @property
     def coordinates(self) -> Coordinates:
-        """Which replica this rank belongs to, and where it stands in it."""
+        """The replica of this rank, and its place in that replica."""
         return self._group.coordinates
 
     @property
@@ -248,8 +251,8 @@ class Pipeline(StageWeights):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The ranks as a DeviceMesh with the dimensions `replica` and `stage`, for libraries that want one. The first access makes it and is
-        collective. Raises RuntimeError: torch.distributed was not initialised, as in a run of one rank."""
+        """The ranks as a DeviceMesh with the dimensions `replica` and `stage`, for libraries that want one. The first access makes it and
+        is collective. Raises RuntimeError: torch.distributed was not initialised, as in a run of one rank."""
         return self._group.mesh
 
     def replica_process_group(self) -> ProcessGroup | None:
@@ -258,27 +261,27 @@ class Pipeline(StageWeights):
         return self._group.replica_process_group()
 
     def own_rows(self, batch: Any) -> Any:
-        """The rows of this replica, out of a whole batch (a tensor, or a (nested) tuple or dict). The batch is cut by `torch.tensor_split`
-        into num_replicas x num_microbatches slices; the replica gets num_microbatches. With fewer rows, the batch is cut into num_replicas
-        slices.
+        """Return this replica's rows of a whole batch (a tensor, or a (nested) tuple or dict). `torch.tensor_split` cuts num_replicas x
+        num_microbatches slices, of which each replica gets num_microbatches. With fewer rows (for `evaluate`), each gets one of
+        num_replicas slices.
 
-        Raises ValueError: fewer rows than replicas, or tensors that disagree on their number.
+        Raises ValueError: fewer rows than replicas, or tensors that disagree on the number of rows.
         """
         return own_rows(batch, self.coordinates.replica, self.num_replicas, self.plan.num_microbatches)
 
     # Training -----------------------------------------------------------------------------------------------------
 
     def step(self, inputs: Any = None, targets: Any = None, *, scale: float = 1.0) -> Tensor:
-        """Forward and backward of a batch: adds to `.grad` as `backward` does; returns the loss, 0-dim, on every rank's host.
+        """Run forward and backward of a batch: adds to `.grad` as `backward` does; returns the loss, 0-dim, on every rank's host.
 
         Args:
             inputs: the batch of this replica, a tensor or a (nested) tuple or dict, cut along dimension 0; for the first stage's rank.
             targets: likewise, for the last stage's rank.
-            scale: multiplies what is back-propagated, and not the loss that is returned.
+            scale: a factor of the gradients, but not of the returned loss.
 
         Raises:
             ValueError: a batch that cannot be cut; a loss that is no scalar; a call under `torch.no_grad()`; a `scale` that is 0 or not
-                finite. Ranks that make the mistake raise it; all do if the first stage's rank makes it.
+                finite. Ranks that make the mistake raise it; all ranks do if the first stage's rank makes it.
             PipelineError: another rank failed.
             LossNotFinite: a PipelineError after which the pipeline can go on; `find_not_finite` finds the first value that is not finite.
         """
@@ -315,8 +318,8 @@ class Pipeline(StageWeights):
         return self._runner.loss_of(step)
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor:
-        """The loss of a batch of any size, on every rank's host. Each replica gets its own rows. Layers are in eval mode, without
-        gradients."""
+        """Return the loss of a batch of any size, on every rank's host. Give each replica its own rows. Layers are in eval mode, and make
+        no gradients."""
         with self._in_eval_mode():
             step = Step(self.step_index, self._parts.seed, with_graph=False, with_loss=True)
             self._run("evaluate", step, inputs, targets)
@@ -336,7 +339,7 @@ class Pipeline(StageWeights):
                 module.training = mode
 
     def __call__(self, inputs: Any = None) -> Any:
-        """On the last stage's rank, the model's output for its replica's rows, without a graph; None on other ranks."""
+        """Return, on the last stage's rank, the model's output for its replica's rows, without a graph; None on other ranks."""
         step = Step(self.step_index, self._parts.seed, with_graph=False, with_loss=False)
         self._run("call", step, inputs, None)
         return join([output for _, output in sorted(step.outputs.items())]) if self.is_last else None
@@ -355,22 +358,24 @@ class Pipeline(StageWeights):
         on_token: Callable[[int, int], bool | None] | None = None,
         choose: Callable[[Tensor], Tensor] | None = None,
     ) -> list[Tensor]:
-        """The tokens that a causal language model puts after each prompt: 1-dim, int64, on every rank. Collective.
+        """Return the tokens with which a causal language model continues each prompt: 1-dim, int64, on every rank. Collective.
 
         Layers keep what they need of the tokens before (`stage/past.py`), are in eval mode, and make no gradients.
 
         Args:
             prompts: token ids to continue, on the first stage's rank: a list of lists or tensors, which may differ in length, a tensor
                 [prompts, tokens], or a tokenizer's dict of input_ids and attention_mask.
-            max_new_tokens: how many tokens each prompt gets at most.
-            temperature: 0 takes the likeliest token; else tokens are drawn by the softmax of the logits divided by the temperature.
+            max_new_tokens: the largest number of new tokens of a prompt.
+            temperature: 0 takes the likeliest token; else tokens are drawn, by the softmax of the logits divided by it.
             top_k: draws only from the k likeliest tokens.
             top_p: draws only from the likeliest tokens that together have this share of the probability.
-            seed: of what is drawn. It does not depend on the stages, the ranks, or the other prompts' lengths.
-            eos: token or tokens that end a text; the text includes the token that ends it.
+            seed: the seed of the draws, which do not depend on the stages, the ranks, or the other prompts' lengths.
+            eos: token or tokens that end a text; the text includes the one that ended it.
             context: the most tokens that layers see; a longer text continues from its last `context // 2` tokens. None: no limit.
-            on_token: is given (number of the prompt, token) on every rank, once the token is known there. True ends the prompt; it must be the same on every rank.
-            choose: replaces temperature, top_k, top_p and seed: it gets logits [prompts, vocabulary] on the last stage's rank and returns ids [prompts].
+            on_token: is called with (number of the prompt, token) on every rank, once the token is known there. If it returns True, the
+                text ends; it must return the same on every rank.
+            choose: replaces temperature, top_k, top_p and seed. It gets logits [prompts, vocabulary] on the last stage's rank, and returns
+                ids [prompts].
 
         Raises:
             ValueError: prompts that are no token ids or are empty; layers that cannot continue from earlier tokens. The same on every rank.
@@ -393,8 +398,8 @@ class Pipeline(StageWeights):
             return self._runner.generate(request, choose, on_token)
 
     def find_not_finite(self, inputs: Any = None, targets: Any = None) -> Diagnosis:
-        """Repeat the last step on its batch, and find the first value that is not finite. Collective. Dropout masks are the same, and buffers keep
-        their values. Gradients are dropped before and after the step. It costs a step."""
+        """Repeat the last step, given its batch again, and find the first value that is not finite. Collective. Dropout masks are the
+        same, and buffers keep their values. Gradients are dropped before and after the step."""
         replica = self.coordinates.replica
         watch = FiniteWatch(self.rank, self._stages, replica, replica * self.plan.num_microbatches)
         step = Step(self.step_index - 1, self._parts.seed, with_graph=True, with_loss=True, on_layer=watch.on_layer)
@@ -411,7 +416,7 @@ class Pipeline(StageWeights):
         self._runner.run(kind, step, inputs, targets, is_training=self._training, mistake=mistake)
 
     def _taken(self, inputs: Any, targets: Any, mistake: str | None) -> tuple[Any, Any, str | None]:
-        """A batch as the stages get it, and what is wrong with it or with the call."""
+        """Return a batch as the stages get it, and the mistake in it or in the call, None if there is none."""
         self._check_open()
         self._emit_events()
         if self._take_batch is not None:
@@ -435,26 +440,26 @@ class Pipeline(StageWeights):
     # Faults, for tests and drills ----------------------------------------------------------------------------------
 
     def before_ops(self, before: Callable[[Op, int], None] | None) -> None:
-        """Call `before(op, step)` on this rank before each op of a training step; None stops the calls. Then an F, R or B is about to run,
-        or a message is about to start. What `before` raises counts as raised by the op."""
+        """Call `before(op, step)` on this rank before each op of a training step; None stops the calls. The op is then about to
+        run or, if it is a transfer, to start. `step` counts from 0. If `before` raises, the op has failed."""
         self._runner.executor.before_op = before
 
     def disconnect(self, op: Op) -> None:
-        """Break the connection that carries the message `op` (`0SEND_F1`), as a failing network would: the other end is not told. If `op` is no
-        message, break all connections between stages of this rank."""
+        """Break the connection that carries the message `op` (`0SEND_F1`), as a failing network would: the other end is not told. If `op`
+        is no message, break all connections of this rank between stages."""
         self._runner.transport.disconnect(op)
 
     # Reports ------------------------------------------------------------------------------------------------------
 
     @property
     def report(self) -> RankReport:
-        """This rank's last step. Does not communicate. Raises RuntimeError: there was no step yet."""
+        """The report of this rank's last step. Does not communicate. Raises RuntimeError: there was no step yet."""
         if self._last_report is None:
             raise RuntimeError("there is no report before the first step")
         return self._last_report()
 
     def gather_report(self) -> Report | None:
-        """The last step of all ranks on rank 0, None on the others. Collective."""
+        """Return the report of all ranks' last step on rank 0, None on other ranks. Collective."""
         parts = self._group.everyone.gather(self.report.to_json(), "the reports")
         return None if parts is None else Report.of(map(RankReport.from_json, parts), self._runner.trained)
 

@@ -1,8 +1,8 @@
-"""Measures each layer of a model alone on this device: seconds of F, R and B, bytes saved for B, and seconds of the operations that made them.
+"""Measures each layer of a model alone on this device: seconds of F, R and B, bytes saved for B, and seconds of each operation.
 
     layer, then a dummy that saves one number   seconds of F, of R through the whole layer, and of B
     the same, with outputs kept                 extra seconds of R for intercepting its operations
-    the layer with a split backward             seconds of I and W; bytes that are held for W
+    the layer with a split backward             seconds of I and W; bytes held from I to W
     the layer alone                             seconds of R up to the layer's last saved tensor; bytes of its set
     the layer under a mode that measures time   per operation: seconds, bytes of its outputs, how many of these are saved
 
@@ -55,10 +55,10 @@ def profile_layers(
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     say: _Say = lambda _: None,
 ) -> tuple[LayerProfile, ...]:
-    """Every layer of the model on one microbatch, `inputs` and `targets` as `Pipeline.step` takes them; medians of `rounds`.
+    """Measure every layer of the model on one microbatch; times are medians of `rounds`.
 
-    One layer at a time is on the device. `autocast` makes the context in which a training step runs. Optimizer bytes are those of AdamW: two
-    moments of each trained weight.
+    `inputs` and `targets` are as `Pipeline.step` takes them. One layer at a time is on the device. `autocast` makes the context in which a
+    training step runs. Optimizer bytes are those of AdamW: two moments of each trained weight.
     """
     measured: dict[Any, LayerProfile] = {}
     outputs: dict[Any, Any] = {}
@@ -129,13 +129,13 @@ class _End(nn.Module):
 
 @dataclass
 class _Bench:
-    """One layer, measured."""
+    """Measures one layer."""
 
     layer: nn.Module
     device: torch.device
     rounds: int
     autocast: Callable[[], AbstractContextManager[Any]]
-    output: Any = None  # detached
+    output: Any = None  # of the layer, detached
 
     def measure(self, number: int, value: Any, *, needs_gradient: bool, kind: str | None = None) -> LayerProfile:
         given = self._given(number, value, needs_gradient=needs_gradient)
@@ -143,7 +143,7 @@ class _Bench:
         through, alone = self._stage(number, [layer, _End()]), self._stage(number, [layer])
         keeping, split = self._stage(number, [layer, _End()], [Outputs()]), self._stage(number, [layer])
         with self.autocast():
-            # The first turn is proved and not counted. Later turns add to its gradients, as in a step.
+            # The first turn is proved, and not counted. Later turns add to its gradients, as in a step.
             for turn in range(1 + self.rounds):
                 turns = [self._turn(stage, given, turn) for stage in (through, alone, keeping)]
                 *halves, deferred = self._halves(split, given, turn)
@@ -259,11 +259,11 @@ class _Call:
     num_saved: int  # tensors saved before it ran
     can_be_kept: bool
     seconds: float
-    sizes: dict[int, int]  # of its outputs' storages
+    sizes: dict[int, int]  # bytes of its outputs' storages
 
 
 class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records each operation, its time, its outputs, and the tensors that are saved."""
+    """Records each operation, its time, its outputs, and the tensors that autograd saves."""
 
     supports_higher_order_operators = True
 
@@ -282,7 +282,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._num_saved = 0
         self.calls: list[_Call] = []
         self.saved_keys: set[int] = set()
-        self.inputs: dict[int, int] = {}  # bytes of the storages that the layer got
+        self.inputs: dict[int, int] = {}  # bytes of the storages of the layer's inputs
         self.outputs: dict[int, int] = {}  # bytes of the storages of the layer's outputs
 
     def __enter__(self) -> _Trace:
@@ -326,8 +326,8 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
     def own_bytes(self, below: float = math.inf) -> int:
-        """Bytes of saved storages, without the layer's inputs. With `below`, only
-        smaller storages: OFFLOAD leaves those on the device."""
+        """Bytes of saved storages, without those of the layer's inputs. With `below`, only storages of fewer bytes: an OFFLOAD leaves those
+        on the device."""
         sizes = {storage_key(one): one.untyped_storage().nbytes() for one in self._saved}
         return sum(size for key, size in sizes.items() if size < below and key not in self.inputs)
 
@@ -347,7 +347,7 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(sorted(found.values(), key=lambda one: -one.bytes)[:_LARGEST])
 
     def ops(self) -> tuple[OpProfile, ...]:
-        """The operations whose outputs could be kept, by submodule and name."""
+        """The operations whose outputs could be kept, grouped by submodule and name."""
         groups: dict[tuple[str, str], list[_Call]] = {}
         for call in self.calls:
             if call.can_be_kept and call.sizes:

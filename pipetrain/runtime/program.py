@@ -1,13 +1,13 @@
 """One rank's part of a schedule, laid out for the executor's loop: queues of ops, and for each op the ops that wait for it.
 
     transfers    0SEND_F0 0SEND_F1 ...      a queue for each stage edge and direction, sends before receives; then a queue of reduces
-    copies       0OFFLOAD1 0OFFLOAD2 ...    a queue of offloads, and one of reloads
+    copies       0OFFLOAD1 0OFFLOAD2 ...    a queue of OFFLOADs, then one of RELOADs
     compute      0F0 0F1 0F2 ...
     recompute    0R0 0R1 ...
 
-An op may start when all ops that it waits for have ended and the op before it in its queue has started. A copy goes to its lane's thread
-before the copies that it waits for have ended; that thread waits for them. If two ops may start, the one in the upper queue does. If the
-host launches ahead of a device, there is one queue: the launch order. The executor follows these rules, and no others, for every op.
+An op may start when all ops that it waits for have ended and the op before it in its queue has started. A copy does not wait here
+for copies of other sets: the thread of its lane does. If two ops may start, the one in the upper queue starts. If the host launches ahead
+of a device, there is one queue: the launch order. The executor follows these rules, and no others, for every op.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class ProgramEntry:
 
     op: Op
     lane: Lane
-    microbatch: int  # -1 if the op belongs to no microbatch
+    microbatch: int  # -1: the op belongs to no microbatch
     waits: tuple[Op, ...]
-    # The ops in `waits` that the thread of a copy waits for: copies of other sets; empty if the host runs ahead.
+    # The ops of `waits` for which the thread of a copy waits: copies of other sets; none if the host runs ahead.
     waits_of_thread: tuple[Op, ...]
     reads: Op | None
     is_received: bool
     writes: Op | None
     keep: bool  # F: no R follows, its set stays
     moves: bool  # F: its set goes to host memory
-    split: bool  # F: the backward comes in two halves
+    split: bool  # F: its backward is split into I and W
     has_backward: bool
     is_last: bool  # of the last stage
 
@@ -84,8 +84,7 @@ class Program:
     """The ops of one rank, numbered from 0: compute and recompute lane first, or all in launch order if the schedule has one.
 
     `queues[q]` are the numbers of one queue; the first queue with an op that may start starts it. `followers[n]` are the ops that wait for
-    op n. `recomputed` are the (stage, microbatch) with an R: the others keep the set of their F. `reduces` are the REDUCE_GRAD ops, which
-    sum gradients.
+    op n. `recomputed` are the (stage, microbatch) with an R: the others keep the set of their F. `reduces` are the REDUCE_GRAD ops.
     """
 
     schedule: Schedule
@@ -96,8 +95,8 @@ class Program:
     followers: tuple[tuple[int, ...], ...]
     recomputed: Places
     reduces: tuple[Op, ...]
-    num_waits: tuple[int, ...]  # of each op
-    starts: tuple[int, ...]  # of the queues
+    num_waits: tuple[int, ...]  # for how many ops each op waits
+    starts: tuple[int, ...]  # the first op of each queue
 
     @staticmethod
     def of(schedule: Schedule, rank: int) -> Program:
@@ -139,7 +138,7 @@ def _queues(schedule: Schedule, rank: int) -> Iterator[tuple[Op, ...]]:
         return
     for lane in COMPUTING:
         yield schedule.lane(rank, lane)
-    # Sends first: of two transfers that may start at once, the send is what another rank waits for.
+    # Sends first: of two transfers that may start, another rank waits for the send.
     for lane in MESSAGE_LANES:
         transfers: dict[tuple[int, Kind], list[Op]] = {}
         for op in schedule.lane(rank, lane):
@@ -155,13 +154,13 @@ class Turns:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._open = list(program.num_waits)  # what each op still waits for
+        self._open = list(program.num_waits)  # for how many ops each op still waits
         self._heads = list(program.starts)  # the first op of each queue that has not started
         self._ended = [False] * len(program.ops)
         self.num_left = len(program.ops)  # ops that have not ended
 
     def take(self) -> int | None:
-        """The next op that may start, which then counts as started; None: none may."""
+        """Return the next op that may start, and count it as started; None: no op may start."""
         for queue, head in enumerate(self._heads):
             if head != self._program.queues[queue].stop and not self._open[head]:
                 self._heads[queue] = head + 1
@@ -177,8 +176,8 @@ class Turns:
             self._open[follower] -= 1
 
     def awaited(self) -> tuple[Op, Op]:
-        """If no op may start: the first op that has not started, and the running transfer at the end of its chain of waits. If only running
-        transfers are left, the first of them is returned twice."""
+        """Return, if no op may start, the first op that has not started, and the running transfer at the end of its chain of waits. If only
+        running transfers are left, the first of them is returned twice."""
         program = self._program
         heads = [head for queue, head in zip(program.queues, self._heads) if head < queue.stop]
         under_way = first = min(heads) if heads else self._ended.index(False)

@@ -1,4 +1,4 @@
-"""What every schedule must equal: the loop over microbatches on one process, in plain torch."""
+"""Runs the step that every schedule must equal: a loop over microbatches in one process, in plain torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def reference_step(
     count_fn: Callable[[Any], int | float] | None = None,
     loss_reduction: str = "mean",
 ) -> Tensor:
-    """Forward and backward of each microbatch in turn; gradients are added to `.grad` of the model's parameters.
+    """Run forward and backward of each microbatch in turn; gradients are added to `.grad` of the model's parameters.
 
     Returns the loss, 0-dim and detached: the sum over microbatches, in order, of `loss_fn(out_i, target_i) * (n_i / N)`;
     n_i is the number of rows of the microbatch, or `count_fn(target_i)`. A microbatch with n_i = 0 is not run.

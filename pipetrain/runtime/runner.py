@@ -1,4 +1,4 @@
-"""One rank's part of a call: ranks agree, the batch is cut, the ops run. If any of this fails, the rank drops what it holds."""
+"""Runs one rank's part of a call: ranks agree, the batch is cut, the ops run. A rank that fails drops what it holds."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from pipetrain.stage.seeding import generators_restored
 
 class CallRunner:
     """Runs calls on the stages of one rank, together with the other ranks of `parts.group`. Raises PipelineError: a rank that holds a
-    neighbouring stage could not be met."""
+    neighbouring stage could not be reached."""
 
     def __init__(
         self,
@@ -66,11 +66,11 @@ class CallRunner:
             warns = group.coordinates.replica == 0
             last_layer = plan.num_layers - 1
             self._loss_check = LossCheck(parts.loss_fn, count_fn, loss_reduction, last_layer, parts.fetch, warns)
-        self.trained = programs.whole().schedule  # what the last call with a graph ran
+        self.trained = programs.whole().schedule  # the schedule of the last call with a graph
         before = self._device.memory().other_bytes
         self.transport = _connect(parts, plan, programs)
         after = self._device.memory().other_bytes
-        # Memory of the communicators; None if the device cannot tell. Other processes that take or free memory meanwhile make it wrong.
+        # None: the device cannot tell its memory. Other processes that take or free memory meanwhile make this wrong.
         self.communicator_bytes = None if before is None or after is None else max(0, after - before)
         self.executor = Executor(group.rank, {}, self.transport, parts.lanes, group.monitor, group.board)
         self.adopt(plan, programs, stages, policy)
@@ -79,7 +79,7 @@ class CallRunner:
         self._watchdog = Watchdog(group.monitor) if self._device.runs_ahead else None
 
     def adopt(self, plan: Plan, programs: Programs, stages: Stages, policy: RecomputePolicy) -> None:
-        """Set the programs of the next calls; connections stay. Every rank must call it between the same two calls."""
+        """Set programs and stages of the next calls; connections stay. Every rank must call it between the same two calls."""
         group, copies = self._group, self._parts.copies.apart if self._parts.ties else None
         self._plan, self._programs, self._stages = plan, programs, stages
         self._proving = Proving(stages, policy.verify)
@@ -106,9 +106,8 @@ class CallRunner:
     ) -> Call:
         """Run all ops of this rank; returns when the rank's messages have left. `step.outputs` is filled then. Collective.
 
-        Raises ValueError: inputs that cannot be cut, targets that cannot be counted, or another `mistake` of the first stage's rank. It is
-        raised on every rank, before any op runs. PipelineError: another rank failed, in this call or before. What an op of this rank
-        raises.
+        Raises ValueError, on every rank and before any op runs: inputs that cannot be cut, targets that cannot be counted, or a `mistake`
+        of the first stage's rank; PipelineError: another rank failed, in this call or before. Also raises what an op of this rank raises.
         """
         self.check_whole()
         count = None
@@ -123,7 +122,7 @@ class CallRunner:
         with self.failing_together(
             f"{kind} was given no targets on {monitor.name}, which holds the last stage" if lacks_targets else ""
         ):
-            if mistake is not None:  # only this rank made the mistake, not the first stage's rank
+            if mistake is not None:  # only of this rank: one of the first stage's rank was raised above
                 raise ValueError(f"{mistake} (on {monitor.name})")
             self._cut(call, step, inputs, targets)
             with self._parts.shared.unchanged(is_training=is_training) if self._has_shared else nullcontext():
@@ -131,14 +130,14 @@ class CallRunner:
         return call
 
     def check_whole(self) -> None:
-        """Raises PipelineError: the pipeline failed before, here or on another rank."""
+        """Raise PipelineError if the pipeline failed before, here or on another rank."""
         if self._group.monitor.failure is not None:
             raise PipelineError(f"the pipeline failed before and cannot go on: {self._group.monitor.failure}")
 
     @contextmanager
     def failing_together(self, note: str = "") -> Iterator[None]:
-        """Around a block that runs ops. If the block fails, drops what is held and tells the other ranks; `note` is added to the error.
-        Raises PipelineError: another rank failed meanwhile."""
+        """Drop what is held, and tell the other ranks, if the block, which runs ops, fails; `note` is added to the error. Raises
+        PipelineError: another rank failed meanwhile."""
         try:
             yield
             if self._group.monitor.failure is not None:  # noted by another thread after all ops were launched
@@ -157,7 +156,7 @@ class CallRunner:
             self._group.monitor.doing = None
 
     def generate(self, request: Request, choose: Choose | None, on_token: OnToken | None) -> list[Tensor]:
-        """The new tokens of each prompt of a `request` on which all ranks have agreed. Collective."""
+        """Return the new tokens of each prompt of a `request` on which all ranks have agreed. Collective."""
         self._exclude_weights()
         program = self._programs.inference(1)
         with self.failing_together():
@@ -221,7 +220,8 @@ class CallRunner:
         self._parts.meter.exclude([*parameters_in(modules), *buffers_in(modules)])
 
     def loss_of(self, step: Step) -> Tensor:
-        """The loss of all replicas, 0-dim, on every rank's host. Collective. Raises LossNotFinite: the loss of a microbatch is not finite."""
+        """Return the loss of all replicas, 0-dim, on every rank's host. Collective. Raises LossNotFinite: a microbatch's loss is not
+        finite."""
         return loss_of_all(step, self._plan.stage_ranks[-1], self._group, self._parts.fetch)
 
     def close(self) -> None:
@@ -239,7 +239,7 @@ class CallRunner:
 
 
 def _connect(parts: Assembly, plan: Plan, programs: Programs) -> Transport:
-    """The transport of this rank, once the ranks of neighbouring stages, and of the same stages in other replicas, have met."""
+    """Connect to the ranks of neighbouring stages, and of the same stages in other replicas; return this rank's transport."""
     group, lanes = parts.group, parts.lanes
     replica = group.coordinates.replica
     replicas = [

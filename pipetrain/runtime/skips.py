@@ -1,9 +1,9 @@
-"""Tensors that a stage leaves for another in a dict, a list, a module or an object that layers of both hold: refused by name.
+"""Refuses by name tensors that a stage leaves for another in a dict, a list, a module or an object that layers of both hold.
 
-    F1 of stage 0   leaves a new tensor there, as F0 did: it is not a constant, made once              [1]
-    F0 of stage 1   computes its output with it, or with what was computed from it                     [2]
+    F1 of stage 0   leaves a new tensor there, as F0 did: so the tensor is not a constant, made once   [1]
+    F0 of stage 1   computes its output with that tensor, or with one computed from it                 [2]
 
-Only outputs go from stage to stage. On one rank the other stage finds what another microbatch left; on two ranks it finds nothing.
+Only outputs go from stage to stage. On one rank the other stage finds the tensor of another microbatch; on two ranks it finds none.
 On two ranks, the rank that saw [1] reports it at the start of the second step, and the other rank checks for [2] in that step.
 Stages may share what they only write to (statistics, a log).
 """
@@ -29,16 +29,16 @@ from pipetrain.stage.leaves import named_paths, paths
 from pipetrain.stage.traces import is_of_the_user
 
 Reported = tuple[int, str, int]  # the number of a shared thing, a key in it, the stage that leaves tensors there
-_NUM_STEPS = 2  # that are looked at
+_NUM_STEPS = 2  # the first steps, which are checked
 _MOST_REPORTED = 16
-_MOST_ENTRIES = 1000  # of a container that is looked into
+_MOST_ENTRIES = 1000  # of a container: tensors in a longer one are not checked
 _INSTEAD = (
     "Return it as part of the output (a tuple), from layer to layer, or choose a balance that puts both on one stage"
 )
 
 
 class _Shared(NamedTuple):
-    """Something that layers of several stages hold, and what it is called in each stage."""
+    """An object that layers of several stages hold, and its name in each stage."""
 
     thing: Any
     names: dict[int, tuple[str, str]]  # by stage: the path to it, and the layer or loss that holds it
@@ -61,7 +61,7 @@ class _Shared(NamedTuple):
 
 
 class _Left(NamedTuple):
-    """A tensor that a stage has left, or one that was computed from it. It is held, so that no other gets its identity."""
+    """A tensor that a stage has left, or one that was computed from it. It is held, so that no other tensor gets its identity."""
 
     tensor: Tensor
     stage: int
@@ -70,8 +70,8 @@ class _Left(NamedTuple):
 
 
 class Skips(TorchFunctionMode):
-    """Looks at the first steps. `layers` are those that this rank knows, by their index in the model. As a torch function mode it marks tensors
-    that F computes from those of another stage. The mode is on once a stage has left tensors in two microbatches."""
+    """Checks the first steps. `layers` are the layers that this rank knows, by their index in the model. As a torch function mode it marks
+    tensors that F computes from those of another stage. The mode is on once a stage has left tensors in two microbatches."""
 
     def __init__(self, layers: Mapping[int, nn.Module], loss_fn: Any, plan: Plan, rank: int) -> None:
         super().__init__()
@@ -98,8 +98,8 @@ class Skips(TorchFunctionMode):
 
     @contextmanager
     def over(self, step: Step, reported: Sequence[Reported]) -> Iterator[None]:
-        """Around a step with a graph; `reported` is what ranks before this one have found. The step raises ValueError: a layer computes with a
-        tensor that another stage left, or looks for one that exists only on another rank."""
+        """Check a step with a graph, which runs in the block; `reported` is what ranks have found in earlier steps. The step raises
+        ValueError: a layer computes with a tensor that another stage left, or looks for one that exists only on another rank."""
         before = step.on_layer
 
         def on_layer(microbatch: int, layer: int, output: Any) -> None:
@@ -118,7 +118,7 @@ class Skips(TorchFunctionMode):
             self._end_step()
 
     def _hear(self, reported: Sequence[Reported]) -> None:
-        """Note the tensors of this rank in places where a stage of another rank leaves tensors: own stages must not compute with them."""
+        """Note the tensors of this rank in places where a stage of another rank leaves tensors: this rank's stages must not use them."""
         for shared in self._shared:
             tensors = shared.tensors() if reported else {}
             for number, key, stage in reported:
@@ -157,7 +157,7 @@ class Skips(TorchFunctionMode):
         return result
 
     def _source(self, tree: Any) -> _Left | None:
-        """A tensor that another stage left, if it is in `tree` or something in `tree` was computed from it in the F that runs."""
+        """Return a tensor that another stage left, if it is in `tree`, or if a tensor in `tree` was computed from it in the F that runs."""
         found = (self._computed.get(id(leaf)) or self._left.get(id(leaf)) for leaf in pytree.tree_leaves(tree))
         others = (left for left in found if left is not None and self._now and left.stage != self._now.stage)
         return next(filter(self._is_left_each_time, others), None)
@@ -168,9 +168,9 @@ class Skips(TorchFunctionMode):
         if left is not None and self._now is not None:
             stage = self._now.stage
             raise ValueError(
-                f"{self._names[layer]} of stage {stage} computes with {left.shared.called(stage, left.key)}, where stage {left.stage} leaves a "
-                f"tensor in each forward ({left.shared.called(left.stage, left.key)}): this is the tensor of another "
-                f"microbatch, and between two ranks it is not sent. {_INSTEAD}"
+                f"{self._names[layer]} of stage {stage} computes with {left.shared.called(stage, left.key)}, where stage "
+                f"{left.stage} leaves a tensor in each forward ({left.shared.called(left.stage, left.key)}): that tensor belongs to "
+                f"another microbatch, and does not reach a stage on another rank. {_INSTEAD}"
             )
 
     def _end_step(self) -> None:
@@ -189,7 +189,7 @@ class Skips(TorchFunctionMode):
         self._computed.clear()
 
     def _explain(self, error: Exception, stage: int) -> ValueError | None:
-        """A clearer error, if a layer of the stage looked for something that a stage on another rank may have left; else None."""
+        """Return a clearer error if a layer of the stage looked for something that a stage on another rank may have left; else None."""
         if not isinstance(error, (KeyError, IndexError, AttributeError)):
             return None
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
@@ -205,13 +205,13 @@ class Skips(TorchFunctionMode):
         other = others[0]
         assert other is not None
         return ValueError(
-            f"stage {stage} finds nothing in {found[0].called(stage)} of stage {stage} ({type(error).__name__}: {error}), which is "
-            f"{found[0].called(other)} of stage {other} too: a value that one rank stores there does not reach the other rank. {_INSTEAD}"
+            f"stage {stage} finds nothing in {found[0].called(stage)} ({type(error).__name__}: {error}). In stage {other} that object is "
+            f"{found[0].called(other)}, but a value that one rank stores there does not reach the other. {_INSTEAD}"
         )
 
 
 def _number(shared: _Shared) -> int:
-    """A number for a shared object, the same on every rank: the checksum of its name in its first stage."""
+    """Return a number for a shared object, the same on every rank: the checksum of its name in its first stage."""
     return zlib.crc32(shared.called(min(shared.names)).encode())
 
 
@@ -221,7 +221,7 @@ def _can_be_changed(thing: Any) -> bool:
 
 
 def _lacks(thing: Any, error: Exception) -> bool:
-    """Whether `error` may be due to something missing in `thing`."""
+    """Whether the cause of `error` may be that something is missing in `thing`."""
     if isinstance(error, KeyError):
         return isinstance(thing, dict) and error.args[0] not in thing
     if isinstance(error, IndexError):

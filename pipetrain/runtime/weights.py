@@ -1,4 +1,4 @@
-"""Parameters and states of this rank under the whole model's names; clips gradients by their norm, and compares the weights of replicas."""
+"""Names this rank's parameters and state as in the whole model; clips gradients by their norm, and compares the weights of replicas."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def named_parameters(layers: Layers) -> Iterator[tuple[str, nn.Parameter]]:
-    """In the order and under the names of `nn.Sequential(*layers)`; a parameter of two layers is listed once."""
+    """Yield parameters in the order and under the names of `nn.Sequential(*layers)`; a parameter of two layers only once."""
     seen: set[int] = set()
     for number, layer in sorted(layers.items()):
         for name, parameter in layer.named_parameters():
@@ -40,9 +40,9 @@ def state_dict(layers: Layers) -> dict[str, Any]:
 
 
 def load_state_dict(layers: Layers, state: Mapping[str, Any], other_names: Mapping[str, str] = {}) -> None:
-    """Load this rank's part of `state`, which may be the whole model's. `other_names`: a name of this rank -> the one that `state` has for
-    it. Raises ValueError: a tensor of this rank is missing in `state` or has another shape, or `state` has a name
-    unknown to the layers."""
+    """Load this rank's part of `state`, which may be the whole model's. `other_names`: a name of this rank -> the name that `state` has for
+    it. Raises ValueError: a tensor of this rank is missing in `state` or has another shape, or `state` has a name that the layers do not
+    have."""
     if not isinstance(state, Mapping):
         raise ValueError(f"the state is a {type(state).__name__}: give tensors by name, as state_dict() returns them")
     for number, layer in sorted(layers.items()):
@@ -54,7 +54,7 @@ def load_state_dict(layers: Layers, state: Mapping[str, Any], other_names: Mappi
         if unknown:
             raise ValueError(
                 f"the state has {unknown[0]} (and {len(unknown) - 1} more of layer {number}), which the model does not: leave it out, or "
-                "load it into the model that it was saved from"
+                "load it into the model from which it was saved"
             )
         part = {name: state[other_names.get(start + name, start + name)] for name in own}
         for name, value in own.items():
@@ -66,7 +66,7 @@ def load_state_dict(layers: Layers, state: Mapping[str, Any], other_names: Mappi
 
 
 def _gather(own: Mapping[str, Any], chain: Chain) -> dict[str, Any]:
-    """`own` of every rank, merged, on the CPU of rank 0; nothing on the others. Collective.
+    """Return `own` of all ranks, merged, on the CPU of rank 0; an empty dict on other ranks. Collective.
 
     Tensors come up the chain one by one. Rank 0 needs host memory for the whole model. Any other rank needs memory for a few pieces in
     transfer, and for a copy of one of its tensors if that is on a GPU or not contiguous.
@@ -92,7 +92,7 @@ def _gather(own: Mapping[str, Any], chain: Chain) -> dict[str, Any]:
 
 
 class StageWeights:
-    """The part of a `Pipeline` that is about the parameters and buffers of its rank's stages."""
+    """The methods of `Pipeline` for the parameters and buffers of this rank's stages."""
 
     plan: Plan
     _parts: Assembly
@@ -101,8 +101,8 @@ class StageWeights:
     _training: bool
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under the names of `nn.Sequential(*layers)`. One that two stages share has one name on
-        both ranks, that in the lower stage."""
+        """This rank's parameters under the names of `nn.Sequential(*layers)`. A parameter that two stages share has the same name on both
+        ranks, that in the lower stage."""
         return self._parts.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -117,7 +117,7 @@ class StageWeights:
                 parameter.grad.zero_()
 
     def train(self, mode: bool = True) -> Self:
-        """Put this rank's layers into training mode, or into eval mode with False. Does not communicate, but call it on every rank."""
+        """Put this rank's layers into training mode, or if not `mode` into eval mode. Does not communicate, but call it on every rank."""
         if not isinstance(mode, bool):
             raise ValueError(f"train was given mode={mode!r}: True or False is needed")
         self._training = mode
@@ -132,9 +132,9 @@ class StageWeights:
         """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before, on the host. Collective.
 
         The norms of single tensors are summed in the whole model's parameter order, so that the result does not depend
-        on the split; of a parameter that two stages share, one copy counts.
+        on the split. Of a parameter that two stages share, one copy counts.
         """
-        seen: set[int] = set()  # what two stages of this rank share counts with the first
+        seen: set[int] = set()  # a parameter that two stages of this rank share counts in the first
         of_stages: dict[int, list[nn.Parameter]] = {}
         for index, stage in sorted(self._stages.items()):
             own = [
@@ -154,14 +154,14 @@ class StageWeights:
         )
 
     def check_replicas(self) -> None:
-        """Compare the weights of all replicas, by a sum over the bits of each tensor. Collective. Raises PipelineError, the same on every
-        rank, if they differ; it names the ranks. The pipeline can go on."""
+        """Compare the weights of all replicas, by a sum over the bits of each. Collective. Raises PipelineError, the same
+        on every rank: weights differ; it names the ranks that differ. The pipeline can go on."""
         names = [self._group.names(rank) for rank in self._group.grid.ranks_of_stage(self._group.rank)]
         own = dict(named_parameters(self._parts.layers))
         check_replicas_equal(own, self._group.chain, self._group.replicas, names.__getitem__, self._parts.fetch)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Strided parameters and buffers of this rank's layers, by name."""
+        """Dense parameters and buffers of this rank's layers, by name."""
         return {
             f"{number}.{name}": tensor
             for number, layer in sorted(self._parts.layers.items())
@@ -170,12 +170,12 @@ class StageWeights:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's tensors, under the whole model's names."""
+        """Return this rank's tensors, under the whole model's names."""
         return state_dict(self._parts.layers)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's tensors from `state`, which may hold the whole model's. For a parameter that two stages share, one name is enough.
-        Raises ValueError: a tensor that is missing or has another shape, or a name that the model does not have."""
+        """Load this rank's tensors from `state`, which may have those of the whole model. For a parameter that two stages share, one name
+        is enough. Raises ValueError: a tensor is missing or has another shape, or `state` has a name that the model does not have."""
         numbers = tuple(f"{number}." for number in range(self.plan.num_layers))
         unknown = [name for name in state if not str(name).startswith(numbers)] if isinstance(state, Mapping) else []
         if unknown:
@@ -186,8 +186,8 @@ class StageWeights:
         load_state_dict(self._parts.layers, state, self._parts.copies.other_names(state))
 
     def full_state_dict(self) -> dict[str, Any] | None:
-        """The whole model's tensors on the CPU of rank 0, None on the others; of several replicas, those of the first. Collective. Only rank 0
-        needs room for the whole model: on their way tensors pass the other ranks in pieces of 16 MiB."""
+        """Return the whole model's tensors on the CPU of rank 0, None on other ranks; of several replicas, those of the first. Collective.
+        Only rank 0 needs memory for the whole model: tensors pass the other ranks in pieces of 16 MiB."""
         first = self._group.coordinates.replica == 0
         gathered = _gather(self.state_dict(), self._group.chain) if first else None
         if gathered is None or self._group.chain.rank:

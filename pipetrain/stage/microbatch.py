@@ -1,4 +1,4 @@
-"""One microbatch at one stage: what F gets and gives, and what is held of it until its B."""
+"""One microbatch at one stage: the input and the output of its F, and what the stage holds from its F to its B."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from pipetrain.stage.tensor_copies import TensorCopies, is_dense, storage_key
 
 @dataclass(frozen=True)
 class StageInput:
-    """What F gets. Several leaves may be one tensor: an in-place change of one leaf changes all of them.
+    """The input of F. Several leaves may be one tensor: an in-place change of one leaf changes all of them.
 
     `seeds_of` gives the seeds of layers by their global indices. `target` and `weight` are for the stage that computes the loss. F calls
-    `on_layer` with the global index and the output of each layer (`WithLosses` once losses were added); the output of the loss follows that
-    of the last layer. `is_shared`: another stage of this rank reads the same memory, so this stage must not change it in place. `fixed` are
+    `on_layer` with the global index and the output of each layer (`WithLosses` once losses were added); the loss has the index after the
+    last layer's. `is_shared`: another stage of this rank reads the same memory, so in-place changes must not reach that memory. `fixed` are
     leaves, and `fixed_target` leaves of the target, that may never be changed in place: index -> text for the error.
     """
 
@@ -44,8 +44,8 @@ class StageInput:
 
 @dataclass(frozen=True)
 class StageOutput:
-    """What F gives, detached: the leaves of the output tree and which of them need a gradient. Two leaves that are one tensor in the
-    layers' output are one tensor here, too."""
+    """The output of F, detached: the leaves of its tree, and which of them need a gradient. Leaves that are one tensor in the layers'
+    output are one tensor here, too."""
 
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
@@ -53,7 +53,7 @@ class StageOutput:
 
 
 def lent_storages(leaves: Sequence[Any]) -> frozenset[int]:
-    """Storages that are larger than the leaf in them, such as the batch of a microbatch."""
+    """The storages that are larger than the leaf in them, such as that of a batch of which the leaf is a slice."""
     return frozenset(
         storage_key(leaf)
         for leaf in leaves
@@ -65,7 +65,7 @@ _ONE_LEAF = pytree.tree_structure(0)  # the structure of a value that is one lea
 
 
 def detached(outputs: Any, roots: list[GradientEdge | None]) -> StageOutput:
-    """The output of layers without its graph; its edges go to `roots`. A stage holds edges and not the output, which is free once it is sent."""
+    """The output of layers without its graph. `roots` gets an edge per leaf: a stage holds edges, so the output is free once it is sent."""
     leaves, spec = ([outputs], _ONE_LEAF) if isinstance(outputs, Tensor) else pytree.tree_flatten(outputs)
     results, wants, done = list[Any](), list[bool](), dict[int, Tensor]()
     for leaf in leaves:
@@ -80,9 +80,9 @@ def detached(outputs: Any, roots: list[GradientEdge | None]) -> StageOutput:
 
 @dataclass(slots=True)
 class MicrobatchKind:
-    """What is known of all microbatches of one kind (shapes, modes, what needs a gradient), once one has run.
+    """What all microbatches of one kind (shapes, modes, which tensors need a gradient) have in common; known once one has run.
 
-    `others` are indices of leaves that share storages with a kept set: the input's leaves come first, then the output's.
+    `others` are indices of leaves that share storages with a kept set. They count the input's leaves, then the output's.
     `is_plain`: autograd may hold a kept set without slots, since no later F changes a tensor in it.
     """
 
@@ -95,14 +95,14 @@ class MicrobatchKind:
 
 @dataclass(slots=True)
 class Held:
-    """What a stage holds of a microbatch between its F and its B."""
+    """All that a stage holds of a microbatch between its F and its B."""
 
-    given: StageInput | None  # None for a kept set without R: nothing will run again
+    given: StageInput | None  # None for a kept set without R
     num_inputs: int
     kind: MicrobatchKind
     seeds: list[int]  # of the layers and the loss
     late: LateBoundSet | None = None  # None for a kept set that autograd holds by itself
-    deferral: Deferral | None = None  # None: B will run, and not I and W
+    deferral: Deferral | None = None  # None: the backward is not split
     has_casts: bool = False
     seen: TensorCopies = NO_COPIES  # buffers as F saw them
     roots: list[GradientEdge | None] = field(default_factory=list)  # an edge per output leaf that has a gradient
@@ -112,6 +112,6 @@ class Held:
     counted: list[tuple[Tensor, int]] = field(default_factory=list)
     passed: dict[int, Passed] = field(default_factory=dict)  # by layer
     size: CountedBytes | None = None  # of a kept set that autograd holds
-    host_set: HostSet | None = None  # what goes to host memory
-    lent: frozenset[int] = frozenset()  # storages of which the input is a part
-    ends: list[int] = field(default_factory=list)  # per layer, autograd's number of its last node
+    host_set: HostSet | None = None  # the part of the set that goes to host memory
+    lent: frozenset[int] = frozenset()  # storages larger than the input leaf in them
+    ends: list[int] = field(default_factory=list)  # per layer, the sequence number of its last node in autograd

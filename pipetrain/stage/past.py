@@ -1,13 +1,13 @@
-"""The cache of a rank's layers for generation token by token: what they keep of earlier tokens, such as keys and values.
+"""The cache of a rank's layers for generation token by token: tensors that they keep of earlier tokens, such as keys and values.
 
 A layer that reads other positions than its own needs a method for it:
 
-    def forward_cached(self, value, past):        # gets only the new positions; runs in eval and inference mode
+    def forward_cached(self, value, past):        # gets the new positions alone; runs in eval and inference mode
         keys, values = past.extend(self, keys, values)      # keys and values of the earlier and the new positions
 
-The runtime tells a layer the positions of the new tokens and the number of earlier ones. Other libraries ask the first layer's cache for
-the number of earlier tokens, but a stage may lack that layer. A layer may have a method `prepare_cached(past)` for tensors that depend on
-positions alone: the runtime calls it while the value is still being received.
+`past` has the positions of the new tokens and the number of earlier ones. (Libraries read this number from the cache of the model's
+first layer, but a stage may lack that layer.) A layer may have a method `prepare_cached(past)` for tensors that depend on positions
+alone: the runtime calls it while the value is still being received.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 _T = TypeVar("_T")
 
-# These layers compute each position alone, so they keep nothing.
+# These layers compute each position by itself, so they need to keep nothing.
 _BY_POSITION = (nn.Embedding, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU)
 # Room for this many more positions is allocated at once, so that a token does not copy all earlier keys and values.
 _FIRST_ROOM = 64
@@ -32,18 +32,18 @@ def goes_on(layer: nn.Module) -> bool:
 
 
 def prepare_cached(layer: Any, past: Past) -> None:
-    """Let a layer that `goes_on` compute what depends only on the new positions, before their input arrives."""
+    """Let a layer that `goes_on` compute tensors that depend only on the new positions, before its input has come."""
     if hasattr(layer, "prepare_cached"):
         layer.prepare_cached(past)
 
 
 def run_cached(layer: Any, value: Any, past: Past) -> Any:
-    """What a layer that `goes_on` gives for the new positions."""
+    """The output of a layer that `goes_on` for the new positions."""
     return layer.forward_cached(value, past) if hasattr(layer, "forward_cached") else layer(value)
 
 
 def set_trainable(layers: Iterable[nn.Module]) -> None:
-    """Replace the tensors that layers made in inference mode and kept, such as a table, by plain ones: no backward takes inference tensors."""
+    """Replace inference tensors that layers keep, such as a table, by plain copies: no backward takes inference tensors."""
     done: dict[int, Tensor] = {}
     for module in (module for layer in layers for module in layer.modules()):
         for kept in (module._buffers, vars(module)):
@@ -52,8 +52,7 @@ def set_trainable(layers: Iterable[nn.Module]) -> None:
 
 
 def _plain(value: Any, done: dict[int, Tensor], depth: int = 0) -> Any:
-    """`value` with plain tensors in place of inference tensors; the same object if it has none. It searches containers in containers, not
-    deeper."""
+    """`value` with plain tensors in place of inference tensors; the same object if it has none. Searches two levels of containers."""
     if isinstance(value, Tensor):
         return done.setdefault(id(value), value.clone()) if value.is_inference() else value
     if type(value) in (tuple, list, dict) and depth < 2:
@@ -65,7 +64,7 @@ def _plain(value: Any, done: dict[int, Tensor], depth: int = 0) -> Any:
 
 
 class Past:
-    """What one rank's layers keep of the earlier tokens of some samples, and the number of `new` positions of this call.
+    """The cache of one rank's layers for the earlier tokens of some samples, and the number of `new` positions of this call.
 
     Samples of different lengths are padded in front. `padding` has the number of padding positions of each sample. `length` counts the
     positions before this call, padding too.
@@ -77,7 +76,7 @@ class Past:
         self.device = device
         self._padding = tuple(padding)
         self._kept: dict[Hashable, Any] = {}
-        self._made: dict[Hashable, Any] = {}  # in this call
+        self._made: dict[Hashable, Any] = {}  # for this call
 
     def begin(self, new: int) -> None:
         """Begin a call of `new` positions."""
@@ -85,7 +84,7 @@ class Past:
         self._made.clear()
 
     def end(self) -> None:
-        """End the call: all layers of the rank have had the new positions, which now count as earlier ones."""
+        """End the call: all layers of the rank have run on the new positions, which count as earlier ones from now on."""
         self.length += self.new
         self.new = 0
         self._made.clear()
@@ -97,7 +96,7 @@ class Past:
 
     @property
     def positions(self) -> Tensor:
-        """Where each new token stands in its sample, `[rows, new]`, int64; 0 for padding."""
+        """The position of each new token in its sample, `[rows, new]`, int64; 0 for padding."""
         return self.once("positions", self._positions)
 
     def _positions(self) -> Tensor:
@@ -106,13 +105,13 @@ class Past:
 
     @property
     def mask(self) -> Tensor | None:
-        """Which positions are tokens and not padding, `[rows, length + new]`, bool; None where all are."""
+        """Which positions are tokens and not padding, `[rows, length + new]`, bool; None if no sample has padding."""
         if not any(self._padding):
             return None
         return self.once("mask", lambda: torch.arange(self.length + self.new, device=self.device) >= self._pads())
 
     def _pads(self) -> Tensor:
-        """`[rows, 1]`, int64."""
+        """The number of padding positions of each sample, `[rows, 1]`, int64."""
         return self.kept("padding", lambda: torch.tensor(self._padding, device=self.device)[:, None])
 
     def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
@@ -124,7 +123,7 @@ class Past:
         return _of(self._kept, key, make)
 
     def extend(self, key: Hashable, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a layer's new keys and values, `[rows, heads, new, size]`; gives those of all positions, `[rows, heads, length + new, size]`."""
+        """Add a layer's new keys and values `[rows, heads, new, size]`; return all of them `[rows, heads, length + new, size]`."""
         rooms = self.kept(key, lambda: (_Room(), _Room()))
         return rooms[0].extend(self.length, keys), rooms[1].extend(self.length, values)
 
@@ -137,7 +136,7 @@ def _of(made: dict[Hashable, Any], key: Hashable, make: Callable[[], _T]) -> _T:
 
 
 class _Room:
-    """Memory for tensors that grow along dimension 2; when it is full, one twice as large replaces it."""
+    """Memory for tensors that grow along dimension 2. When it is full, memory for at least twice as many positions replaces it."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None

@@ -1,18 +1,18 @@
 """The proof of a stage's R: on one microbatch F keeps its set, and the tensors that R saves are compared with it, layer by layer.
 
-    F   a set that is kept, although the schedule has an R for it
-    R   runs to its end; at the end of each layer  [1] what it saved is compared with what F saved, and let go of
-                                                   [2] tensors that differ are compared again at the end of R
-    B   reads what F saved
+    F   keeps its set, although the schedule has an R for it
+    R   runs to the end of the stage; at the end of each layer  [1] its saved tensors are compared with those of F, and dropped
+                                                                [2] those that differ are held, and compared again at the end of R
+    B   reads the tensors that F saved
 
-So at most one set, the tensors that R saves in one layer, and those that differ are held. A check at the time of saving would be too early: an operation may still fill a
-tensor that it has saved, and a later layer may change one through `.data`. B reads the values at the end of F if F filled the slots, else
-those at the end of R.
+So one set is held, besides the tensors that R saves in one layer, and those that differ. A check at the time of saving would be too
+early: an operation may still fill a tensor that it has saved, and a later layer may change one through `.data`. B reads the values
+at the end of F if F filled the slots, else those at the end of R.
 
 The witness compares F and R of one microbatch per stage in each later step, by a checksum of the saved tensors of each layer. The
-microbatches take turns. F also checks whether it changes attributes of a layer. So if R of a layer starts to differ from F, an error
-says so after at most as many steps as there are microbatches. The witness runs only on a CPU: on a GPU the bits of a kernel may
-differ from run to run.
+microbatches take turns. The F of that microbatch also checks that no layer changes its attributes. So if R of a layer starts to
+differ from F, an error says so after at most as many steps as there are microbatches. The witness runs only on a CPU: on a GPU the
+bits of a kernel may differ from run to run.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from pipetrain.stage.meter import ActivationMeter
     from pipetrain.stage.slots import Slot
 
-# How far apart a value of F and one of R may be on a GPU, where a library may choose another kernel: relative, absolute.
-# torch.testing's own, for each dtype.
+# By dtype, how far apart values of F and R may be on a GPU, where a library may choose another kernel: the relative and the absolute
+# tolerance of torch.testing.
 _TOLERANCES = {
     torch.float16: (1e-3, 1e-5),
     torch.bfloat16: (1.6e-2, 1e-5),
@@ -49,12 +49,12 @@ class Stop(enum.IntEnum):
     """Where R may end."""
 
     AT_SLOT = 0  # when the last slot is filled
-    AT_LAYER = 1  # at the end of the layer that fills it
-    AT_END = 2  # with the stage
+    AT_LAYER = 1  # at the end of the layer that fills the last slot
+    AT_END = 2  # at the end of the stage
 
 
 class Proof:
-    """Compares what one R saves with the slots of a set that F has kept; says where the next R may end."""
+    """Compares the tensors that one R saves with those that F has kept; `stop` says where later Rs may end."""
 
     def __init__(self) -> None:
         self.stop = Stop.AT_SLOT
@@ -62,17 +62,16 @@ class Proof:
         self._deferred: list[tuple[Slot, Tensor]] = []
 
     def bring(self, slot: Slot, tensor: Tensor) -> None:
-        """R has saved `tensor` where F filled `slot`."""
+        """Note that R has saved `tensor` where F filled `slot`."""
         self._brought.append((slot, tensor.detach()))
 
     def at_last_slot(self) -> None:
-        """R has saved its last tensor. If a tensor differs now, the R of later microbatches may not end here."""
+        """Called when R has saved the tensor for the last slot. If any tensor was found to differ from F's, later Rs may not end here."""
         if self._deferred or any(_differ(*pair) for pair in self._brought):
             self.stop = max(self.stop, Stop.AT_LAYER)
 
     def at_layer_end(self, meter: ActivationMeter, *, last: bool) -> None:
-        """Compare what R saved in this layer; keep what differs. `last`: this layer fills the last slot. `meter` counts the compared bytes
-        for a moment."""
+        """Compare R's tensors of a layer, and hold those that differ. `last`: the layer fills the last slot. `meter` counts all briefly."""
         meter.touch(meter.uncounted_bytes(found for _, found in self._brought))
         while self._brought:
             pair = self._brought.pop()
@@ -82,7 +81,7 @@ class Proof:
             self.stop = Stop.AT_END
 
     def first_difference(self) -> tuple[Slot, str] | None:
-        """The first slot that differs now, and by how much; None: R was right so far."""
+        """The first slot whose tensor still differs from R's, and by how much; None: R has saved what F saved."""
         differing = [pair for pair in self._deferred if _differ(*pair)]
         if not differing:
             return None
@@ -101,13 +100,12 @@ def _differ(slot: Slot, found: Tensor) -> bool:
 
 
 def differ(found: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype differ: on a CPU in any value (NaN equals NaN, -0.0 equals 0.0), on a GPU by more than
-    the tolerance."""
+    """Whether two tensors of one shape and dtype differ: on a CPU in a value (NaN = NaN, -0.0 = 0.0), on a GPU by more than rounding."""
     return any(_mask(a, b) is not None for a, b in _parts(found, expected))
 
 
 def describe_difference(found: Tensor, expected: Tensor) -> str:
-    """How many entries differ, and by how much."""
+    """Say how many entries differ, and by how much at most."""
     count, total, largest = 0, 0, 0.0
     for ours, theirs in _parts(found, expected):
         total += theirs.numel()
@@ -124,7 +122,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _parts(found: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of strided tensors to compare; none if the two share memory or cannot be compared."""
+    """Pairs of strided tensors to compare; none if the two share memory, may be workspaces, or cannot be compared."""
     if found.layout is not torch.strided:
         if found.layout in _SPARSE:  # opaque layouts (mkldnn) have no comparison
             yield from zip(parts_of(found), parts_of(expected))
@@ -136,8 +134,7 @@ _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_bsr, torch.sparse_cs
 
 
 def _is_workspace(tensor: Tensor) -> bool:
-    """Whether a tensor may be bytes that a library (oneDNN, cuDNN) keeps for its backward. They are not compared, because the library
-    leaves the gaps between its values unwritten."""
+    """Whether a tensor may be a library's workspace (oneDNN, cuDNN), which is not compared: gaps between its values stay unwritten."""
     return tensor.dtype is torch.uint8 and tensor.dim() == 1
 
 
@@ -150,7 +147,7 @@ def _share_memory(found: Tensor, expected: Tensor) -> bool:
 
 
 def _mask(found: Tensor, expected: Tensor) -> Tensor | None:
-    """Where two strided tensors differ; None: nowhere."""
+    """A mask of the values in which two strided tensors differ; None: they do not differ."""
     if found.shape != expected.shape:  # of sparse tensors
         return torch.ones_like(expected, dtype=torch.bool)
     tolerance = _TOLERANCES.get(found.dtype)
@@ -169,27 +166,27 @@ def _mask(found: Tensor, expected: Tensor) -> Tensor | None:
 class Witness:
     """The checksums of one set, by layer. `watched` has, per layer, the modules that may have state in attributes, with their names.
 
-    F takes a checksum at the end of each layer, since an operation may fill a tensor that it has saved already. Parameters are skipped:
-    their versions are compared.
+    F takes a checksum at the end of each layer, because an operation may fill a tensor that it has saved already. Parameters are skipped:
+    R compares their versions.
     """
 
     def __init__(self, watched: Sequence[Sequence[tuple[str, nn.Module]]] = ()) -> None:
         self._watched = watched
-        self._look: Look | None = None  # attributes of the layer that F is in, before it ran
-        self._slots: list[int] | None = None  # of that layer; None: F is in none
-        self._tensors: list[Tensor] = []  # tensors that F has saved in `_slots`
+        self._look: Look | None = None  # attributes of the layer that F is in, from before it ran
+        self._slots: list[int] | None = None  # of that layer; None: F has not begun
+        self._tensors: list[Tensor] = []  # that F has saved for these slots
         self._layers: list[tuple[list[int], int]] = []  # slots and checksum of each earlier layer
 
     def see(self, slot: int, tensor: Tensor) -> None:
-        """F saves this in the layer that it is in."""
+        """Note a tensor that F saves in the layer that it is in."""
         assert self._slots is not None
         if type(tensor) is not nn.Parameter and type(tensor._base) is not nn.Parameter:
             self._slots.append(slot)
             self._tensors.append(tensor)
 
     def turn(self, layer: int | None) -> str | None:
-        """F reaches `layer`; None: the end, or a layer that R will not run. Returns the attribute that the layer before has changed, if any, and
-        drops what was held of that layer."""
+        """Take the checksum of the layer that F was in, drop its tensors, and begin `layer` (None: F ends, or R will not run the layer).
+        Returns the first attribute that the layer before has changed, if any."""
         look, self._look, name = self._look, None, None
         if self._slots is not None:
             self._layers.append((self._slots, checksum(self._tensors)))
@@ -202,7 +199,7 @@ class Witness:
         return name
 
     def first_difference(self, slots: Sequence[Slot]) -> int | None:
-        """The first layer whose slots R has filled with other values than F saved; None: they are the same."""
+        """The first layer for which R has filled the slots with other values than F saved; None: all values are the same."""
         for layer, (numbers, expected) in enumerate(self._layers):
             if checksum(tensor for n in numbers if (tensor := slots[n].tensor) is not None) != expected:
                 return layer
@@ -210,7 +207,7 @@ class Witness:
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """CRC-32 of the bits of some tensors, one after the other; tensors without plain bits (sparse, nested, quantized) are skipped."""
+    """CRC-32 of the bits of some tensors, one after the other. Workspaces and sparse, nested or quantized tensors are skipped."""
     found = 0
     for tensor in tensors:
         if tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or _is_workspace(tensor)):

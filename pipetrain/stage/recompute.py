@@ -1,7 +1,7 @@
 """R of one set: the stage runs again under hooks that fill the slots of F, in the same order.
 
-pack(t)   is it what F saved next (shape, dtype, the operation that made it)? Then it fills that slot
-the end   when the last slot is full, or where the proof allows; R's graph is not used
+pack(t)   t fills the next slot, if F saved such a tensor there (by shape, dtype, and the operation that made it)
+the end   at the last slot, at the end of its layer, or at the end of the stage (see `Stop`); no backward runs R's graph
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from pipetrain.stage.slots import LateBoundSet, both
 
 
 class SetComplete(BaseException):
-    """The last slot is full: B needs nothing of what the rest of R would compute."""
+    """Raised to end R: all slots are full, and B needs nothing that the rest of R would compute."""
 
 
-# After a kept layer, the next layer's input in R comes from `Gate` and has this node; in F it had a node of the kept layer.
+# After a kept layer, the next layer's input comes from `Gate` in R, and has this node. In F it has a node of the kept layer.
 _ENTERED = "GateBackward"
 
 
 class Recompute:
-    """One R of a set. It ends at `stop`; with a proof, it runs to the end of the stage. With `detaches`, what fills the slots does not hold R's
+    """One R of a set. It ends at `stop`, or with a proof at the end of the stage. With `detaches`, the tensors in the slots do not hold R's
     graph. Without it, the slots hold R's graph until B frees them. That costs the host less; the graph must hold no memory of its own."""
 
     def __init__(self, late: LateBoundSet, stop: Stop = Stop.AT_SLOT, *, detaches: bool = True) -> None:
         self._late, self._proof, self._detaches = late, late.proof, detaches
         self._stop = Stop.AT_END if late.proof else stop
         self._slots, self._signatures, self._end = late.slots, late.signatures, late.end
-        self._layer = -1  # that R is in
+        self._layer = -1  # the layer that R is in
         self._filled = 0
         self._most = len(late.slots)  # slots that may be filled; 0: R is complete
         self._is_complete = False
         self._failure: RuntimeError | None = None
 
     def start_layer(self) -> AbstractContextManager[object] | None:
-        """R comes to its next layer. Returns the context in which it runs; None: it does not run, because F has kept its saved tensors.
+        """Begin R's next layer. Returns the context in which the layer runs; None: R does not run it, because F has kept its saved tensors.
 
-        Raises SetComplete: R need not go on; RecomputeMismatch: the layer before did something else than in F.
+        Raises SetComplete: R need not go on; what `fail` raises: the layer before did something else than in F.
         """
         late = self._late
         if self._layer >= 0:
@@ -75,7 +75,7 @@ class Recompute:
         if number >= self._most or (tensor.shape, tensor.dtype, node) != self._signatures[number]:
             self._check_signature(tensor)
         slot = self._slots[number]
-        # A leaf may be a buffer; after R it gets its other data back, so it is always detached.
+        # A leaf may be a buffer, whose `.data` is put back after R. So its slot gets an alias of the copy that R read.
         slot.tensor = tensor.detach() if self._detaches or node is NoneType else tensor
         slot.version = tensor._version
         self._filled = number + 1
@@ -84,7 +84,7 @@ class Recompute:
             raise SetComplete
 
     def _compare(self, tensor: Tensor) -> None:
-        """As `_fill`, but compares the tensor in a proof, or reports it to the weight casts."""
+        """Under autocast, report the tensor to the weight casts. In a proof, compare it; else do as `_fill`."""
         if self._late.casts is not None:
             self._late.casts.see_again(tensor)
         if self._proof is None:
@@ -112,7 +112,7 @@ class Recompute:
         self.fail("takes a gradient inside the layer, which F did not")
 
     def is_what_was_meant(self, error: BaseException) -> bool:
-        """Whether R was complete when a layer raised `error`. Raises the failure of R if there was one."""
+        """Whether R was complete when a layer raised `error`. If R has failed, raises what `fail` raises instead."""
         if not self._is_complete and self._failure is not None:
             raise self._failure
         if not self._is_complete and refuses_hooks(error):
@@ -136,12 +136,10 @@ class Recompute:
             self._proof.at_layer_end(late.meter, last=late.starts[self._layer] < self._end <= expected)
 
     def end(self, own: Set[int] = frozenset(), size: SetSize | None = None) -> None:
-        """End R: check that every slot is full. `own` are storages that R read in place of buffers. A view of such a storage shares the
-        buffer's version counter, which other microbatches change; so the view's slot gets its own counter. `size` is that of sets of this
-        kind.
+        """End R: check that every slot is full. `own` are storages that R read in place of buffers. A view of one shares the buffer's
+        version counter, which other microbatches raise; so its slot gets a tensor with a new counter. `size` is the size of such sets.
 
-        Raises RecomputeMismatch: R saved fewer tensors or other values than F; SavedTensorChanged: a saved tensor was changed in place
-        before or during R.
+        Raises RecomputeMismatch: R saved fewer or more tensors, or other values; SavedTensorChanged: a saved tensor was changed in place.
         """
         if not self._is_complete and self._layer >= 0:
             self._end_layer()
@@ -154,9 +152,7 @@ class Recompute:
             self._proof.clear()
         else:
             if late.witness is not None and (layer := late.witness.first_difference(self._slots)) is not None:
-                raise mismatch(
-                    late.name_of(layer), "saves other values than F, although they were equal in the first step"
-                )
+                raise mismatch(late.name_of(layer), "saves other values than F, but saved equal ones in the first step")
             for slot in self._slots if own else ():
                 if slot.tensor is not None and slot.storage() in own:
                     if slot.tensor._version != slot.version:
@@ -168,8 +164,7 @@ class Recompute:
         self._slots.clear()
 
     def fail(self, what: str, layer: int | None = None) -> NoReturn:
-        """Raise RecomputeMismatch: in this layer R did something else than F. If an earlier layer had other values, the error names that
-        layer (SavedTensorChanged if they were changed in place)."""
+        """Raise RecomputeMismatch: R of `layer` (None: of the layer that runs) did `what`. If the proof found a difference, raise it."""
         if self._failure is None:
             self._failure = self._difference() or mismatch(
                 self._late.name_of(self._layer if layer is None else layer), what
@@ -181,7 +176,7 @@ class Recompute:
         self.fail(f"ended without saving {missing}, which F saved", self._late.layer_of(self._filled))
 
     def _difference(self) -> RecomputeMismatch | SavedTensorChanged | None:
-        """The error for the first tensor that the proof found to differ from F; None: there is none."""
+        """The error for the first tensor that differs in the proof: R had other values, or F's changed in place; None: there is none."""
         found = None if self._proof is None else self._proof.first_difference()
         if found is None:
             return None

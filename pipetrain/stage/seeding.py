@@ -1,7 +1,7 @@
 """Random numbers that do not depend on the split: each layer starts from a seed of its own for each microbatch.
 
-The same seed is set in F and again in R, so a dropout mask need not be stashed, and a model cut into four stages draws
-the masks of the model in one piece.
+The same seed is set in F and again in R, so no dropout mask need be stashed. A model cut into four stages draws the same masks
+as the model in one piece.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*numbers: int) -> int:
-    """One 64-bit seed from several integers, each of which changes all bits (SplitMix64, Steele et al. 2014, figure 15)."""
+    """One 64-bit seed from several integers; each integer changes all bits (SplitMix64, Steele et al. 2014, figure 15)."""
     state = 0
     for number in numbers:
         state = (state + (number & _MASK) + 0x9E3779B97F4A7C15) & _MASK
@@ -47,7 +47,7 @@ def layer_seeds(seed: int, step: int, microbatch: int, layers: Sequence[int]) ->
 
 
 def layer_seed(seed: int, step: int, microbatch: int, layer: int) -> int:
-    """The seed of one layer, as `layer_seeds`."""
+    """The seed that `layer_seeds` has for one layer."""
     return mix(seed, step, microbatch, layer)
 
 
@@ -57,14 +57,14 @@ def weight_seed(seed: int, layer: int) -> int:
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the default generators of torch (for `device`), Python and numpy. `torch.manual_seed` would seed every back-end of the machine,
-    which is too slow once per layer and microbatch."""
+    """Seed the default generators of torch for a layer on `device`, of Python, and of numpy if it is loaded. (`torch.manual_seed` would
+    seed every back-end of the machine: too slow once per layer and microbatch.)"""
     seeder(device, in_python=True)(seed)
 
 
 def seeder(device: torch.device, *, in_python: bool) -> Callable[[int], object]:
-    """A function that seeds the default generators for a layer on `device`. `in_python`: also those of Python, and of numpy if it is
-    loaded, which takes ten times as long."""
+    """A function that seeds torch's default generators for a layer on `device`. `in_python`: also those of Python, and of numpy if it is
+    loaded; seeding these takes ten times as long."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
@@ -83,7 +83,7 @@ def seeder(device: torch.device, *, in_python: bool) -> Callable[[int], object]:
 
 
 def draws_in_python(layer: Any) -> bool:
-    """Whether a layer, or a loss, may draw from the generators of Python and numpy: false only if its code names nothing but torch."""
+    """Whether a layer or a loss may draw from the generators of Python and numpy: false only if its code names nothing but torch."""
     if not isinstance(layer, nn.Module):
         return _may_draw(layer)
     return any(
@@ -95,7 +95,7 @@ def draws_in_python(layer: Any) -> bool:
 
 
 def _methods_of(module: nn.Module) -> Iterator[Any]:
-    """The methods of a module, and other attributes of its classes that may have code."""
+    """The methods of a module, and other attributes of its classes that may hold code; torch's classes are skipped."""
     for kind in type(module).__mro__:
         if not _is_of_torch(kind) and kind is not object:
             for name, value in vars(kind).items():
@@ -115,7 +115,7 @@ def _may_draw(thing: Any) -> bool:
 
 
 def _names_more(code: types.CodeType, names: Mapping[str, Any]) -> bool:
-    """Whether a function imports anything, or names anything outside of itself that is not torch's."""
+    """Whether a function imports anything, runs code from text, or names a global that is not torch's."""
     inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
     return (
         any(name in _DYNAMIC or not _is_of_torch(names.get(name, torch)) for name in code.co_names)
@@ -130,7 +130,7 @@ def _is_of_torch(thing: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an attribute or default value holds no code. (An nn.Module in a plain attribute holds code.)"""
+    """Whether an attribute or a default value holds no code but torch's. (A module of the user's, alone or in a list, counts as code.)"""
     if isinstance(value, (list, tuple, dict)):
         return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
     return value is None or isinstance(value, (int, float, str, Tensor)) or _is_of_torch(value)
@@ -138,7 +138,7 @@ def _is_plain(value: Any) -> bool:
 
 @contextmanager
 def generators_restored(device: torch.device) -> Iterator[None]:
-    """After the block, the user's generators are as before it."""
+    """Restore the default generators of torch, Python and numpy after the block."""
     cpu = torch.default_generator.get_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     python = random.getstate()

@@ -3,11 +3,11 @@
     F1     part 0 ─ part 1 ─ part 2 ─ part 3    the graph is cut between parts, as between stages
     R1.3   B1.3    R fills part 3, B frees it     [1] B1.3 gets the gradient of the stage's output
     R1.2   B1.2    ...                            [2] B1.2 gets the gradient of part 3's input
-    R1.0   B1.0                                   [3] B1.0 gives that of the stage's input
+    R1.0   B1.0                                   [3] B1.0 returns the gradient of the stage's input
 
-So one part's set is alive at a time, and sqrt(n) parts of n layers hold sqrt(n) inputs and the activations of sqrt(n) layers (Chen et al. 2016,
-"Training Deep Nets with Sublinear Memory Cost", section 4.2). Each part is a stage in the stage: whatever `Stage` does for a
-microbatch, from seeds to the proof, it does for a part.
+So an activation slot holds one part's set. With one slot, n layers in sqrt(n) parts hold sqrt(n) inputs and the set of sqrt(n) layers
+(Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 4.2). Each part is a stage in the stage: whatever `Stage`
+does for a microbatch, from seeds to the proof, it does for a part.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from pipetrain.stage.microbatch import StageInput, StageOutput
 from pipetrain.stage.stage import LossFn, Stage
 from pipetrain.stage.tensor_copies import storage_key
 
-# (leaves of an output, their tree, the device, the name, for errors, of the layer that made them, {storage that may not be changed in
-# place: why}) -> (leaves for the next part or stage, {leaf that may not be changed: why}).
+# (leaves of an output, their tree, the device, the name of the last layer for errors, {storage that may not be changed in place: why})
+# -> (leaves for the next part or stage, {leaf that may not be changed: why}).
 Cross = Callable[
     [Sequence[Any], pytree.TreeSpec, torch.device, str, Mapping[int, str]], tuple[Sequence[Any], Mapping[int, str]]
 ]
@@ -45,7 +45,7 @@ class _Passing:
 
 
 class SegmentedStage:
-    """The layers of a stage in parts of `sizes` layers, with the methods of `Stage`; R and B take the number of a part.
+    """The layers of a stage in parts of `sizes` layers, with the methods of `Stage`; R and B take the index of a part.
 
     A kept set has one B, which runs the backwards of all parts one after the other. The function `cross` passes the output
     of a part to the next part, as between stages of one rank. `options` are those of `Stage`.
@@ -82,7 +82,7 @@ class SegmentedStage:
 
     @property
     def end(self) -> str:
-        """The name, in an error, of the layer that gives the output of the stage."""
+        """The name, for errors, of the last layer."""
         return self.parts[-1].end
 
     # The same attributes as those of `Stage`, summed over the parts.
@@ -95,8 +95,8 @@ class SegmentedStage:
     def forward(
         self, microbatch: int, given: StageInput, *, has_backward: bool = True, split: bool = False, **options: bool
     ) -> StageOutput:
-        """F of all parts; `options` are those of `Stage.forward`. Raises TypeError: a part's output holds an object that may not be
-        passed on; and what `Stage.forward` raises."""
+        """Run F of all parts; `options` are those of `Stage.forward`. Raises TypeError: the output of a part holds an object that may not
+        be passed on; and what `Stage.forward` raises."""
         assert not split, f"stage {self.index} has parts, whose B cannot be split into I and W"
         *before, last = self.parts
         inputs = given
@@ -110,7 +110,7 @@ class SegmentedStage:
         return output
 
     def _handed_over(self, part: Stage, output: StageOutput, given: StageInput) -> StageInput:
-        """The next part's input: `output` of `part`, crossed as between two stages of one rank. `given` was the part's input."""
+        """The next part's input: the `output` of `part`, passed on as between two stages of one rank. `given` was the input of `part`."""
         memories = {storage_key(given.leaves[number]): why for number, why in given.fixed.items()}
         leaves, fixed = self._cross(output.leaves, output.spec, part.device, part.end, memories)
         wants = frozenset(number for number, wanted in enumerate(output.wants_gradient) if wanted)
@@ -119,7 +119,7 @@ class SegmentedStage:
     # R and B ------------------------------------------------------------------------------------------------------
 
     def recompute(self, microbatch: int, part: int | None) -> None:
-        """R of one part, as `Stage.recompute`."""
+        """Run R of one part, as `Stage.recompute`."""
         assert part is not None
         if self.parts[part].holds(microbatch):
             self.parts[part].recompute(microbatch)
@@ -127,8 +127,8 @@ class SegmentedStage:
     def backward(
         self, microbatch: int, gradients: Sequence[Tensor | None], *, scale: float = 1.0, part: int | None = None
     ) -> list[Tensor | None]:
-        """B of one part, or of all (None). `gradients` are those of the stage's output; only the last part uses them. Returns the gradient of
-        each leaf of the part's input, as `Stage.backward`."""
+        """Run B of one part, or of all (None). `gradients` are those of the stage's output; only the last part uses them. Returns the
+        gradient of each leaf of the part's input, as `Stage.backward`."""
         passing = self._passing[microbatch]
         last = len(self.parts) - 1
         for number in range(last, -1, -1) if part is None else (part,):
@@ -149,8 +149,7 @@ class SegmentedStage:
 
     @contextmanager
     def _collecting(self, passing: _Passing) -> Iterator[None]:
-        """In the block, gradients of weights that parts share are collected;
-        `backward` adds their sum to `.grad` once, after the first part."""
+        """In the block, collect gradients of weights that parts share. `backward` adds their sum to `.grad` once, as autograd does."""
         outside = [parameter.grad for parameter in self._shared]
         for parameter, own in zip(self._shared, passing.shared):
             parameter.grad = own
@@ -162,10 +161,8 @@ class SegmentedStage:
                 parameter.grad = before
 
     def host_set(self, microbatch: int, part: int | None) -> HostSet | None:
-        """As `Stage.host_set`, of one part."""
-        assert part is not None, (
-            f"stage {self.index} has parts: name the part of microbatch {microbatch} that goes to host memory"
-        )
+        """As `Stage.host_set`, for one part."""
+        assert part is not None, f"stage {self.index} has parts: name the part of microbatch {microbatch} to copy"
         return self.parts[part].host_set(microbatch)
 
     def backward_weights(self, microbatch: int) -> None:

@@ -1,16 +1,16 @@
 """Outputs that stay from F to B, so that R need not compute them: of matrix products, attention, or operations that the user names.
 
 Filling slots in F would save no time, because R would still run the operations that made the tensors. So F and R run their layers
-under a `TorchDispatchMode`, below autograd. In R it *returns* what was kept, and autograd makes the node and saves as in F.
+under a `TorchDispatchMode`, below autograd. In R this mode *returns* kept outputs, and autograd makes nodes and saves tensors as in F.
 
-    F   op(...) -> output    [1] kept: an alias of the output that the layers use; it shares memory and version counter
-    R   op(...)              [2] not run: gets an alias of what is kept, in the order of the kept operations of its layer
+    F   op(...) -> output    [1] kept: an alias of the output, with the same memory and version counter
+    R   op(...)              [2] not run: returns an alias of the layer's next kept output, in the order of F
     B                        [3] kept outputs are dropped when B begins; those that autograd saved stay in their slots
 
-Only operations that may be kept count in the order. Casts do not: R finds the weight casts of F, so it runs fewer. An
-operation that draws random numbers is never skipped, since later ones would draw others. Before an operation of F writes into the memory
-of a kept output, that output is copied, and the copy is kept. Torch's own modes (`create_selective_checkpoint_contexts`) detect writes
-by version counters. They miss some: a 3-dimensional product returns an `_unsafe_view` with the same memory and another counter.
+Only operations that may be kept count in this order. Casts are never kept: F casts weights under autocast, and R finds those casts. An
+operation that draws random numbers always runs again, or later ones would draw other numbers. Before an operation of F writes to the
+memory of a kept output, that output is copied, and the copy is kept. Torch's own modes (`create_selective_checkpoint_contexts`) detect
+writes by version counters. They miss some: a 3-dimensional product returns an `_unsafe_view` with the same memory and another counter.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ OPS_OF: Mapping[str, frozenset[str]] = {
         "_flash_attention_forward", "_efficient_attention_forward",
     )),
 }  # fmt: skip
-# What attention is made of where torch has no fused operation for it.
+# Operations of attention for which torch uses no fused kernel.
 _SOFTMAX = frozenset(("_softmax", "_safe_softmax"))
 
 
 class Wanted(Protocol):
-    """An entry of `recompute.selective`. `op`: an operation's name, a word of `OPS_OF`, or None for both words. It applies to layers
-    `first` to `last` (None: all), and in them to the submodule `path` ("": the whole layer). Its text is as the user wrote it."""
+    """An entry of `recompute.selective`. `op`: an operation's name, a word of `OPS_OF`, or None for both words. The entry holds in the
+    layers `first` to `last` (None: all), and there in the submodule `path` ("": the whole layer). `str` gives the user's text."""
 
     @property
     def op(self) -> str | None: ...
@@ -65,15 +65,14 @@ class Wanted(Protocol):
 
 @dataclass(frozen=True)
 class Operation:
-    """The facts about an operation of torch that matter here. `can_be_kept`: it returns new memory, writes into none, and is no cast (R
-    finds those of F)."""
+    """Properties of an operation of torch. `can_be_kept`: it returns new memory, writes to none, and is no cast: R finds F's casts."""
 
     name: str  # `mm`, or `library::name` where it is not torch's own
     arguments: tuple[str, ...]
     writes: tuple[str, ...]  # the arguments that it changes in place
     can_be_kept: bool
     draws: bool  # it may draw random numbers
-    is_foreign: bool  # not torch's own: whether it draws is unknown
+    is_foreign: bool  # not torch's own, so it is unknown whether it draws
 
     def argument(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         place = self.arguments.index(name)
@@ -86,7 +85,7 @@ class Operation:
 
 @cache
 def operation_of(func: Any) -> Operation | None:
-    """What is known of an operation that torch dispatches; None if `func` is no ordinary operation."""
+    """The properties of an operation that torch dispatches; None if `func` is not an ordinary operation."""
     if not isinstance(func, torch._ops.OpOverload):
         return None
     schema = func._schema
@@ -94,7 +93,7 @@ def operation_of(func: Any) -> Operation | None:
     arguments = tuple(one.name for one in schema.arguments)
     writes = tuple(one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write)
     aliases = any(one.alias_info is not None for one in (*schema.arguments, *schema.returns))
-    # batch_norm writes its statistics and does not say so.
+    # batch_norm writes its statistics, which its schema does not say.
     is_new = bool(schema.returns) and not aliases and "running_mean" not in arguments
     draws = torch.Tag.nondeterministic_seeded in func.tags
     is_foreign = library != "aten"
@@ -105,32 +104,32 @@ def operation_of(func: Any) -> Operation | None:
 
 @dataclass(eq=False)
 class _Rule:
-    """What one entry keeps in a stage."""
+    """Which operations of a stage one entry keeps: those of one word of `OPS_OF`, or of one name."""
 
     wanted: Wanted
     names: frozenset[str]  # of operations
-    layers: Set[int]  # by their number in the stage; the loss has the one after the last layer's
-    modules: Sequence[nn.Module]  # the submodules to which it is limited; empty: all of the layer
-    is_all_here: bool  # all layers of the entry are in this stage, and this is the entry's only rule
-    is_met: bool  # the rule has kept something, or this is unknown because a layer is compiled
+    layers: Set[int]  # by their index in the stage; the loss has the index after the last layer's
+    modules: Sequence[nn.Module]  # the submodules to which the entry is limited; empty: whole layers
+    is_all_here: bool  # the entry names layers, all in this stage, and has no other rule
+    is_met: bool  # the rule has kept an output, or one of its layers is compiled
 
     def why_unmet(self, stage: str, unfused: Set[int]) -> str | None:
-        """A warning that the rule keeps nothing in `stage`; None: that may be as the user wants."""
+        """A warning that the rule keeps nothing in `stage`; None: another stage, or the entry's other rule, may keep something."""
         if self.names & OPS_OF["attention"] and self.layers & unfused:
             return (
                 f"recompute.selective={self.wanted} keeps no attention in {stage}: torch runs it there as products and a softmax, as with "
-                "dropout and with masks that no fused kernel takes, so R computes it; keep `matmul`, or the operations that "
-                "`pipetrain profile` names"
+                "dropout and masks that no fused kernel takes, so R computes it; keep `matmul`, or the operations that `pipetrain profile` "
+                "names"
             )
         if not self.is_all_here and (self.wanted.op is None or self.wanted.op in OPS_OF):
-            return None  # other stages may have them
+            return None
         return (
             f"recompute.selective={self.wanted} keeps nothing in {stage}: none of its layers there runs such an operation, or it draws "
             "random numbers; `pipetrain profile` names what runs"
         )
 
 
-_Met = tuple[Operation, Sequence[_Rule]]  # an operation that writes, or that some rules may keep
+_Met = tuple[Operation, Sequence[_Rule]]  # an operation that writes or that rules may keep, and these rules
 
 
 class Selection:
@@ -138,14 +137,14 @@ class Selection:
 
     def __init__(self, wanted: Sequence[Wanted], layers: Sequence[nn.Module], first_layer: int) -> None:
         """Raises:
-        ValueError: an entry names an unknown operation or module; the message suggests the nearest name.
+        ValueError: an entry names an unknown operation or module, or an operation that cannot be kept; the message says what to name.
         """
         self._compiled = {number for number, layer in enumerate(layers) if has_compiled(layer)}
         self._rules = [rule for one in wanted for rule in self._rules_of(one, layers, first_layer)]
-        self._open: list[nn.Module] = []  # submodules of rules that run now
-        self._unfused: set[int] = set()  # layers that run attention in pieces
-        self.is_watched = True  # rules that keep nothing are still to be reported: until the first forward has ended
-        # Per layer: id of an operation -> `_Met`. By id, because the hash of an operation is slow.
+        self._open: list[nn.Module] = []  # submodules of rules that are running
+        self._unfused: set[int] = set()  # layers that run attention without a fused kernel
+        self.is_watched = True  # until the first forward with an R has ended
+        # Per layer: id of an operation -> `_Met`, or None. By id, because hashing an operation is slow.
         self._met: list[dict[int, _Met | None]] = [{} for _ in range(len(layers) + 1)]
 
     def _rules_of(self, one: Wanted, layers: Sequence[nn.Module], first_layer: int) -> list[_Rule]:
@@ -159,18 +158,18 @@ class Selection:
             if is_all_here and not modules:
                 raise ValueError(_no_such_module(one, [layers[number] for number in own]))
             if not modules:
-                return []  # other stages have it
+                return []  # other stages have the layers
         inside, is_met = modules if one.path else [], bool(own & self._compiled)
         return [_Rule(one, kind, own, inside, is_all_here and len(kinds) == 1, is_met) for kind in kinds]
 
     def kept_nothing(self, stage: str) -> list[str]:
-        """The first forward of `stage` has ended: a line for each entry that kept nothing."""
+        """A warning for each rule that kept nothing in the first forward of `stage`, which has ended."""
         self.is_watched = False
         lines = [rule.why_unmet(stage, self._unfused) for rule in self._rules if not rule.is_met]
         return [line for line in lines if line is not None]
 
     def is_seen(self, layer: int) -> bool:
-        """Whether the mode sees the operations of a layer: compiled code runs as it was compiled."""
+        """Whether the mode sees the operations of a layer; it sees none of compiled code."""
         return layer not in self._compiled
 
     @contextmanager
@@ -184,7 +183,7 @@ class Selection:
         def leave(*_: Any) -> None:
             del self._open[-1:]
 
-        with ExitStack() as hooks:  # no hook stays on a module
+        with ExitStack() as hooks:  # removes the hooks again
             for module in {module for rule in self._rules if layer in rule.layers for module in rule.modules}:
                 hooks.enter_context(module.register_forward_pre_hook(lambda module, _: self._open.append(module)))
                 hooks.enter_context(module.register_forward_hook(leave, always_call=True))
@@ -199,7 +198,7 @@ class Selection:
             if operation.can_be_kept:
                 rules = [rule for rule in self._rules if layer in rule.layers and operation.name in rule.names]
         met = (operation, rules) if operation is not None and (rules or operation.writes) else None
-        self._met[layer][id(func)] = met  # the cache of `operation_of` holds `func`, so its id stays its own
+        self._met[layer][id(func)] = met  # the cache of `operation_of` holds `func`, so no other object gets its id
         return met
 
     def keeps(self, met: _Met, args: Any, kwargs: Any) -> bool:
@@ -216,7 +215,7 @@ class Selection:
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Calls `run` instead of each operation of a layer that has a `_Met` in `met`; `meet` fills `met`."""
 
-    supports_higher_order_operators = True  # higher-order operators run unchanged
+    supports_higher_order_operators = True  # such operators run unchanged
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -240,7 +239,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def beside_mode(pack: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """`pack`, run outside of dispatch modes, under which `detach` takes eight times as long."""
+    """A function that runs `pack` outside of dispatch modes, under which `detach` takes eight times as long."""
 
     def run(tensor: Tensor) -> None:
         with torch._C._DisableTorchDispatch():
@@ -250,12 +249,12 @@ def beside_mode(pack: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
 
 
 def _ops_named(one: Wanted) -> list[frozenset[str]]:
-    """The operations that an entry means, by kind."""
+    """The names of the operations that an entry means, a set per word of `OPS_OF`. Raises ValueError: it is unknown, or cannot be kept."""
     if one.op is None or one.op in OPS_OF:
         return [OPS_OF[one.op]] if one.op else [*OPS_OF.values()]
     name = re.sub(r"^aten(\.|::)", "", one.op)
     library, _, short = name.rpartition("::")
-    known = set(torch._C._dispatch_get_all_op_names())  # without those of TorchScript alone
+    known = set(torch._C._dispatch_get_all_op_names())  # TorchScript's own are not among them
     packet = getattr(getattr(torch.ops, library or "aten"), short, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         ours = sorted({op[len("aten::") :].partition(".")[0] for op in known if op.startswith("aten::")})
@@ -266,13 +265,13 @@ def _ops_named(one: Wanted) -> list[frozenset[str]]:
     if not functional:
         raise ValueError(
             f"recompute.selective={one}: {name} is a view or a cast, or changes something in place, so R cannot leave it out; "
-            "name the operation that computes"
+            "name an operation that computes new values"
         )
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     if all(has_kernel(op.name(), "CompositeImplicitAutograd") for op in functional):
         raise ValueError(
-            f"recompute.selective={one}: torch runs {name} as other operations; `pipetrain profile` names those "
-            f"of this model, {' and '.join(OPS_OF)} stand for the expensive ones"
+            f"recompute.selective={one}: {name} is made of other operations, and only these run; `pipetrain profile` names those "
+            f"of this model, and {' and '.join(OPS_OF)} stand for the costly ones"
         )
     return [frozenset((name,))]
 
@@ -298,11 +297,11 @@ class _Kept(NamedTuple):
 
 @dataclass(eq=False)
 class _Call:
-    """One operation of F whose output is wanted. `_calls` has those of a layer in the order in which they ran."""
+    """One operation of F whose output a rule wants."""
 
     func: Any
     shapes: tuple[Any, ...]
-    num_slots: int  # slots that F had filled before it; if no slot comes later, R ends before this operation
+    num_slots: int  # slots that F had made before it; if R fills no later slot, it ends before this operation
     kept: _Kept | None = None  # None: R computes it
 
     def has_changed(self) -> bool:
@@ -314,16 +313,16 @@ class KeptOutputs:
 
     def __init__(self, selection: Selection, meter: ActivationMeter) -> None:
         self._selection = selection
-        self._calls: dict[int, list[_Call]] = defaultdict(list)  # by layer
-        self._next: dict[int, int] = defaultdict(int)  # by layer: the index in `_calls` of what R runs next
+        self._calls: dict[int, list[_Call]] = defaultdict(list)  # by layer, in the order of F
+        self._next: dict[int, int] = defaultdict(int)  # by layer: the index in `_calls` of the next call in R
         self._meter = meter
         self._by_storage: dict[int, _Call] = {}
 
     def in_forward(
         self, layer: int, value: Any, num_slots: Callable[[], int], *, is_free: bool
     ) -> AbstractContextManager[object]:
-        """Around a layer in F, which gets `value`. `num_slots()` is the number of tensors that F has saved so far."""
-        if is_free or not self._selection.is_seen(layer):  # unseen, it may write to its input: copy kept outputs there
+        """A context around a layer in F, whose input is `value`. `num_slots()` is the number of tensors that F has saved so far."""
+        if is_free or not self._selection.is_seen(layer):  # its writes are not seen: copy kept outputs that it gets
             for leaf in pytree.tree_leaves(value):
                 if isinstance(leaf, Tensor):
                     self._before_write(leaf)
@@ -331,7 +330,7 @@ class KeptOutputs:
         return nullcontext() if is_free else self._selection.under(layer, run)
 
     def in_recompute(self, layer: int, fail: Callable[[str], NoReturn]) -> AbstractContextManager[object]:
-        """Around a layer in R; `fail` is called if R runs other operations than F."""
+        """A context around a layer in R; `fail` is called if R runs other operations than F."""
         return self._selection.under(layer, partial(self._run_in_recompute, layer, fail))
 
     def _run_in_forward(
@@ -377,21 +376,21 @@ class KeptOutputs:
         self._by_storage.update((storage_key(tensor), call) for tensor in tensors)
 
     def _before_write(self, tensor: Tensor) -> None:
-        """F is about to change `tensor` in place: replace a kept output in its memory by a copy."""
+        """Replace a kept output in the memory of `tensor` by a copy: F is about to change `tensor` in place."""
         call = self._by_storage.pop(storage_key(tensor), None)
         if call is not None and call.kept is not None:
             output, call.kept = _with(call.kept.output, copy_of), None
             self._keep(call, output)
 
     def end_forward(self, whole: Set[int], num_slots: int) -> None:
-        """F is done. R does not run the layers that are `whole`, and ends when the slots up to `num_slots` are full."""
+        """End F: drop outputs that R will not use. R runs no layer in `whole`, and ends when the slots up to `num_slots` are full."""
         for layer, calls in self._calls.items():
             for call in calls:
                 if layer in whole or call.num_slots >= num_slots or call.has_changed():
                     call.kept = None
 
     def left(self, layer: int) -> int:
-        """The number of wanted operations that F ran in `layer` and R has not yet run."""
+        """The number of operations whose outputs are wanted that F ran in `layer`, and that R has not reached yet."""
         return len(self._calls[layer]) - self._next[layer]
 
     def sizes(self) -> dict[int, int]:
@@ -404,7 +403,7 @@ class KeptOutputs:
     def drop(self) -> None:
         """Drop all kept outputs."""
         for calls in self._calls.values():
-            for call in calls:  # a traceback may hold the call, so drop what it keeps
+            for call in calls:  # the traceback of an error may hold the call
                 call.kept = None
         self._calls.clear()
         self._by_storage.clear()
@@ -415,7 +414,7 @@ def _as_tuple(output: Any) -> Sequence[Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a dense tensor of no subclass, or holds no tensors."""
+    """Whether a value is a dense tensor of no subclass, or neither a tensor nor a container."""
     if isinstance(value, Tensor):
         return type(value) is Tensor and is_dense(value)
     return not isinstance(value, (list, tuple, dict))
@@ -428,7 +427,7 @@ def _with(output: Any, copy: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """An alias without a graph, with the tensor's memory and version counter. (Below autograd, plain `detach` makes a new counter.)"""
+    """An alias without a graph, with the memory and the version counter of `tensor`. Below autograd, `detach` alone makes a new counter."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 

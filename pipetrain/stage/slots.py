@@ -5,9 +5,9 @@ the graph of F; only the tensors come from R, whose own graph is not used.
 
     F   pack    -> Slot()            [1] an empty slot goes into the graph; the tensor is not held
     R   pack(t) -> slot.tensor = t   [2] the same layers save the same tensors in the same order
-    B   unpack  -> slot.tensor       [3] read, not emptied: a node may read twice; the slot goes when its node goes
+    B   unpack  -> slot.tensor       [3] read, not emptied: a node may read twice; the slot is freed with its node
 
-Saved-tensor hooks switch off autograd's own check that no saved tensor was changed in place, so it is made here: at the
+Saved-tensor hooks switch off autograd's own check that no saved tensor was changed in place. So this module checks it, at the
 end of F and when B reads.
 
 A layer may catch what the hooks raise. So the hooks raise a BaseException, which `except Exception` does not catch.
@@ -51,26 +51,26 @@ class Slot:
         self.version = tensor._version
 
     def storage(self) -> int:
-        """The identity of the tensor's storage; 0 if the slot is empty or the tensor has no storage of its own."""
+        """The identity of the tensor's storage; 0 if the slot is empty, or the tensor has no storage of its own (sparse, nested)."""
         return 0 if self.tensor is None else storage_key(self.tensor)
 
 
 class LateBoundSet:
     """The slots of one (stage, microbatch), from F to B.
 
-    Layers are numbered from 0 within the stage. `proof`: F fills the slots, and R's tensors are compared with them. `casts` gets each
-    tensor that is saved under autocast. `selection`: which outputs F keeps for R. `watches`: at its end F checks that no tensor that it
-    saved has changed in place; B checks filled slots in any case. `split`: some tensors are held until W, so the meter counts each slot
-    separately. `moves`: F fills the slots and the set goes to host memory, so the meter counts each slot separately too.
+    Layers are numbered from 0 within the stage. `keep`: F fills the slots, and no R runs. `proof`: F fills the slots, and R's tensors are
+    compared with them. `casts` sees each tensor that is saved under autocast. `selection`: which outputs F keeps for R. `watches`: F checks
+    at its end that no saved tensor has changed in place, as in any set that F fills; B checks what it reads in any case. With `split` (some
+    tensors are held until W) and with `moves` (the kept set goes to host memory), the meter counts each slot separately.
     """
 
-    wanted: int | None = None  # the layer whose empty slot was read in F, by this layer or a later one
-    hooks_refused = False  # the layer that F is in cannot run with hooks
+    wanted: int | None = None  # a layer whose empty slot was read in F, by that layer or a later one
+    hooks_refused = False  # whether the layer that F is in cannot run with hooks
     whole: Set[int] = frozenset()  # layers whose saved tensors F keeps: R does not run them
     free: Set[int] = frozenset()  # of these, those that run without hooks
-    layer = -1  # that F is in
+    layer = -1  # the layer that F is in
     end = 0  # R is complete when the slots before this one are filled
-    num_bytes = 0  # of what fills the slots
+    num_bytes = 0  # of the tensors in the slots
     set_bytes_before = 0  # bytes of the set that were held before R: kept outputs
     _is_in_forward = True
 
@@ -101,9 +101,7 @@ class LateBoundSet:
         self.witness = witness
         self._watches = watches or self.is_filled
         self._looks = self._watches or casts is not None or witness is not None
-        self._aliases: list[
-            tuple[int, int, Tensor]
-        ] = []  # slot, version, an alias that shares the tensor's version counter
+        self._aliases: list[tuple[int, int, Tensor]] = []  # slot, version, a tensor that shares the version counter
         self.starts: list[int] = []  # the first slot of each layer; after F also the number of slots
         # Outputs that R does not compute; None: it computes all, or there is no R.
         self.outputs = None if selection is None or keep else KeptOutputs(selection, meter)
@@ -111,11 +109,11 @@ class LateBoundSet:
     # F ----------------------------------------------------------------------------------------------------------
 
     def keep_whole(self, layers: Set[int], free: Set[int]) -> None:
-        """The saved tensors of these layers stay in the graph of F, as they are; the layers in `free` run without hooks."""
+        """Keep the saved tensors of these layers, so that R does not run them. Those in `free` run without hooks."""
         self.whole, self.free = self.whole | layers, self.free | free
 
     def start_layer(self, value: Any = None) -> AbstractContextManager[object]:
-        """F comes to its next layer, whose input is `value`. Returns the context in which the layer runs."""
+        """Begin F's next layer, whose input is `value`. Returns the context in which the layer runs. Raises as `end_forward`."""
         self.layer += 1
         self.starts.append(len(self.slots))
         is_whole, is_free = self.layer in self.whole, self.layer in self.free
@@ -126,7 +124,7 @@ class LateBoundSet:
             outputs = self.outputs.in_forward(self.layer, value, self.slots.__len__, is_free=is_free)
         if is_free:
             return nullcontext()
-        # Each layer gets new hooks. They refer to this set, so storing them in it would make a cycle.
+        # Each layer gets new hooks. They refer to this set, so a set that stored them would be part of a cycle.
         hooks = saved_tensors_hooks(self._pack_and_look if self._looks or is_whole else self._pack, self._unpack)
         return hooks if outputs is None else both(hooks, outputs)
 
@@ -139,7 +137,7 @@ class LateBoundSet:
         raise NeedsGradientInside
 
     def _pack(self, tensor: Tensor) -> Slot:
-        # This and the next two methods run for each saved tensor, so they have as few lines as possible.
+        # This method and the next two run for each saved tensor, so they have as few lines as possible.
         slot, slots = Slot(), self.slots
         slot.number = len(slots)
         slots.append(slot)
@@ -180,12 +178,12 @@ class LateBoundSet:
     def end_forward(
         self, changing: Set[int] = frozenset(), *, needed: bool = True, size: SetSize | None = None
     ) -> None:
-        """End F: check that nothing that it saved was changed since. `needed`: whether B will read anything.
+        """End F: check that no saved tensor has changed in place since. `needed`: whether B will read any slot.
 
-        A later F may change the storages in `changing` (buffers), so the tensors of a filled set in them are copied now. `size`: the bytes
-        of each set of this kind, as far as known.
+        A later F may change the storages in `changing` (buffers), so a set that F fills gets copies of its tensors in them. `size` is
+        the size of sets of this kind.
 
-        Raises SavedTensorChanged: with the layer, and the shape of the tensor.
+        Raises SavedTensorChanged, with the layer and the tensor's shape; RecomputeMismatch: the last layer changed an attribute.
         """
         for number, version, alias in self._aliases:
             if alias._version != version:
@@ -208,7 +206,7 @@ class LateBoundSet:
         if self.is_filled or self.whole - self.free:
             self.count(size or SetSize())
         if (self.keep and not self.moves) or not needed:
-            self.slots.clear()  # the graph owns them; each goes with its node
+            self.slots.clear()  # the graph owns them; each is freed with its node
 
     def _copy_what_changes(self, changing: Set[int]) -> None:
         copies: Storages = {}  # one per storage, so that its views still share memory
@@ -246,7 +244,7 @@ class LateBoundSet:
         return self.signatures[start : self.end]
 
     def drop(self) -> None:
-        """The step has failed: hold nothing any more."""
+        """Drop all slots and tensors: the step has failed, or R has no slot to fill."""
         self.slots.clear()
         self._aliases.clear()
         if self.proof is not None:
@@ -254,7 +252,7 @@ class LateBoundSet:
         self.start_backward()
 
     def start_backward(self) -> None:
-        """B begins, so R has ended. On a GPU no operation of R is left that reads the outputs, so their memory may be reused."""
+        """Drop the kept outputs when B begins. R has ended, on a GPU too, and reads them no more, so their memory may be reused."""
         if self.outputs is not None:
             self.outputs.drop()
 
@@ -265,10 +263,10 @@ class LateBoundSet:
             f"{self.outputs_bytes} bytes of outputs are still kept after their B"
         )
 
-    # What fills the slots ---------------------------------------------------------------------------------------
+    # Tensors in the slots ---------------------------------------------------------------------------------------
 
     def saved_by(self, layer: int) -> list[Tensor]:
-        """The tensors with which F filled a layer's slots, in order."""
+        """The tensors with which F has filled the slots of a layer, in order."""
         end = self.starts[layer + 1] if layer + 1 < len(self.starts) else len(self.slots)
         return [slot.tensor for slot in self.slots[self.starts[layer] : end] if slot.tensor is not None]
 

@@ -3,12 +3,13 @@
 Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2: only the optimizer waits for the second half.
 
     F  apply           [1] the node notes the layer that runs
-    I  backward        [2] `backward_input` runs; what `backward_weight` needs moves into the `Deferral`, and the node is freed
+    I  backward        [2] `backward_input` runs; the tensors for `backward_weight` move into the `Deferral`, and the node is freed
     W  Deferral.run    [3] `backward_weight` runs; the gradients of a weight are summed, then added to `.grad` once, as in B
 
-The gradient of a weight may wait for W if only split functions (`SplitFunction`) read the weight: another reader's gradient would have to
-be summed with theirs first. The graph of the first F with the weight shows its readers. If a later F has another reader, I adds that
-gradient and W the rest: the sum may differ in the last bit. If the gradient of a weight may not wait, both methods of its node run in I.
+The gradient of a weight may wait for W if only split functions (`SplitFunction`) read the weight: autograd would first sum theirs and
+another reader's gradient. The graph of the first F that gives the weight to a split function shows its readers. If a later F has another
+reader, I adds that reader's gradient to `.grad`, and W the rest: the sum is complete, but may differ in the last bit. If the gradient
+of a weight may not wait, both halves run in I.
 """
 
 from __future__ import annotations
@@ -38,15 +39,14 @@ _CALL = "_layer_call"  # the attribute of a node with its `LayerCall`
 
 
 class SplitFunction(torch.autograd.Function):
-    """An autograd function whose backward comes in two halves. For your own kernel, subclass it with `forward` and two static methods:
+    """An autograd function whose backward comes in two halves. For a kernel of your own, write a subclass with two more static methods:
 
     - `backward_input(ctx, *gradients)`: as `backward`, with None for each weight;
     - `backward_weight(ctx, *gradients)`: as `backward`, with None for everything else.
 
-    The weights are the arguments that need a gradient and get None from `backward_input`. `backward_weight` may run after the graph is
-    freed: its `ctx` has `saved_tensors`, `needs_input_grad` and attributes that were set on it. A subclass needs no `backward`: by default
-    both methods run, one after the other. A subclass with a faster `backward` of both halves may define it; it runs when the backward is
-    not split.
+    The weights are the arguments that need a gradient and get None from `backward_input`. `backward_weight` may run after the graph
+    is freed: its `ctx` has `saved_tensors`, `needs_input_grad` and attributes that were set on it. Where the backward is not split,
+    `backward` of the subclass runs; if it has none, both methods run, one after the other.
     """
 
     backward_input: Callable[..., Any]
@@ -75,7 +75,7 @@ def _backward(function: type[SplitFunction], ctx: Any, *gradients: Tensor | None
     if deferral is None and function._whole is not None:
         return function._whole(ctx, *gradients)
     given = _as_tuple(function.backward_input(ctx, *gradients))
-    needed = zip(ctx.needs_input_grad, given)  # needs_input_grad lacks arguments that were left at their defaults
+    needed = zip(ctx.needs_input_grad, given)  # needs_input_grad may lack arguments that were left at their defaults
     places = [place for place, (needs, gradient) in enumerate(needed) if needs and gradient is None]
     if not places or (deferral is not None and deferral.takes(function, ctx, gradients, places)):
         return given
@@ -89,7 +89,7 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class LayerCall:
-    """A layer that runs in F or R with split functions. `hooks` are those for saved tensors under which it was entered."""
+    """A layer that runs in F or R with split functions. `hooks`: the saved-tensor hooks in force when it began."""
 
     deferral: Deferral
     layer: int
@@ -99,8 +99,8 @@ class LayerCall:
     def deferral_of_i(self) -> Deferral | None:
         """The deferral, if this backward runs in I; None: F has not ended.
 
-        If the layer takes a gradient through its own node while F runs, `start_again` raises and the layer is refused: split functions
-        would sum in another order than torch.
+        If a layer takes a gradient through its own node while F runs, `start_again` raises, and the layer is refused: in the graph of that
+        gradient, split functions would sum in another order than torch's nodes.
         """
         start_again, running = self.deferral.start_again, layer_in_force()
         if start_again is not None and running is not None and running.layer == self.layer:
@@ -121,13 +121,13 @@ def layer_in_force() -> LayerCall | None:
 
 @dataclass(frozen=True)
 class _Late:
-    """`backward_weight` of one node."""
+    """The `backward_weight` of one node, which waits for W."""
 
     run: Callable[[], Any]
-    weights: dict[int, Tensor]  # by argument
+    weights: dict[int, Tensor]  # by index of the argument
     layer: int
-    held: list[tuple[Tensor, int]]  # each tensor that it reads, and its version
-    counted: CountedBytes  # in the meter, until this goes
+    held: list[tuple[Tensor, int]]  # each tensor that `run` reads, with its version
+    counted: CountedBytes  # in the meter, until this object is freed
 
 
 class Deferral:
@@ -140,7 +140,7 @@ class Deferral:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that wait for W: each storage once, without those of the weights."""
+        """Bytes of the storages that are held for W, each counted once, without weights and their casts."""
         tensors = [tensor for late in self._late for tensor, _ in late.held]
         sizes = {storage._cdata: storage.nbytes() for tensor in tensors for storage in storages_of(tensor)}
         return sum(size for key, size in sizes.items() if not self.weights.meter.is_left_out(key))
@@ -148,11 +148,11 @@ class Deferral:
     def takes(
         self, function: type[SplitFunction], ctx: Any, gradients: tuple[Tensor | None, ...], places: Sequence[int]
     ) -> bool:
-        """Leave `backward_weight` of this node to W if it may wait. Returns whether it did so. W gets a copy of the ctx, because the node
-        would keep alive all nodes that its backward leads to. `places` are those of the weights among its arguments.
+        """Leave `backward_weight` of this node to W, if it may wait. Returns whether it may. W gets a copy of the ctx, because the node
+        would keep alive all nodes that its backward leads to. `places` are the indices of the weights among the node's arguments.
 
-        The copy holds the `gradients` themselves, not views: without a second reference autograd could take one as `.grad` and change it in
-        place.
+        W also gets the `gradients` themselves, not views: if nothing else held a gradient, autograd could take it as `.grad` and add to
+        it in place.
         """
         layer = getattr(ctx, _CALL).layer
         weights = self.weights.that_may_wait(ctx, layer, places)
@@ -169,8 +169,8 @@ class Deferral:
         return True
 
     def run(self) -> None:
-        """W: add the gradients that wait to `.grad` of their weights, in the order of I. As in autograd, the gradients of a weight in the
-        microbatch are summed first. Raises SavedTensorChanged: a tensor that W needs was changed in place."""
+        """W: add the gradients that wait to `.grad` of their weights, in the order of I. As in autograd, those of a weight are summed
+        first. Raises SavedTensorChanged: a tensor that W needs was changed in place after I."""
         left = Counter(id(weight) for late in self._late for weight in late.weights.values())
         sums: dict[int, Tensor] = {}
         with torch.no_grad():
@@ -180,7 +180,7 @@ class Deferral:
                     if tensor._version != version:
                         raise SavedTensorChanged(
                             f"{self.weights.name_of(late.layer)}: a tensor {list(tensor.shape)} that W needs was changed in place after "
-                            "I: a backward may change neither its gradient nor its saved tensors"
+                            "I: a backward may change neither the gradient that it gets nor its saved tensors"
                         )
                 gradients = _as_tuple(late.run())
                 for place, weight in late.weights.items():
@@ -192,13 +192,12 @@ class Deferral:
                         accumulate(weight, sums.pop(key))
 
     def drop(self) -> None:
-        """The step has failed: hold nothing any more."""
+        """Drop all that waits: the step has failed."""
         self._late.clear()
 
 
 def accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Add to `.grad`, as autograd does without `create_graph`: the first gradient becomes `.grad`, with the parameter's
-    strides and in its `grad_dtype`."""
+    """Add to `.grad` as autograd without `create_graph`: a first gradient becomes `.grad`, in the parameter's strides and `grad_dtype`."""
     dtype = parameter.grad_dtype or gradient.dtype
     if parameter.grad is not None:
         parameter.grad += gradient.to(dtype)
@@ -221,7 +220,7 @@ def why_whole(weight: Tensor) -> str | None:
 
 
 class DeferredWeights:
-    """What is known of the weights of one stage. `name_of(layer)` names a layer of the stage."""
+    """Knows which weights of one stage may wait for W. `name_of(layer)` names a layer of the stage."""
 
     def __init__(
         self, layers: Sequence[nn.Module], name_of: Callable[[int], str], meter: ActivationMeter, casts: WeightCasts
@@ -229,7 +228,7 @@ class DeferredWeights:
         self.name_of, self.meter, self.cast = name_of, meter, casts.cast
         self.whole = frozenset(number for number, layer in enumerate(layers) if is_sharded(layer))
         self._layers = layers
-        # Weight -> another reader than split functions, or a hook on its gradient; "": neither.
+        # Weight -> a reader other than split functions, or a hook on its gradient; "": neither.
         self._other_reader: MutableMapping[Tensor, str] = WeakIdKeyDictionary()
         self._meets_new = False  # a split function got a weight whose readers are not known
         self._in_flight: WeakSet[Deferral] = WeakSet()
@@ -241,8 +240,7 @@ class DeferredWeights:
                 self.tell(number, "it is compiled, at least in part")
 
     def begin(self, start_again: Callable[[], NoReturn]) -> Deferral:
-        """The deferral of one microbatch, from its F to its W. `start_again` raises out of the layer that F is in: the layer cannot run
-        with hooks."""
+        """The deferral of one microbatch, from its F to its W. `start_again` raises out of a layer that cannot run with hooks."""
         if not self._in_flight:
             self._look_for_hooks()
         deferral = Deferral(self, start_again)
@@ -250,8 +248,8 @@ class DeferredWeights:
         return deferral
 
     def _look_for_hooks(self) -> None:
-        """Find hooks on the nodes that accumulate gradients: they would run in I, before the gradient is there. Python sees
-        them only while no graph holds the node."""
+        """Find hooks on the nodes that accumulate gradients. Such a hook would run in I, which does not have the gradient yet. Python sees
+        these hooks only while no graph holds the node."""
         for number, layer in enumerate(self._layers):
             for parameter in layer.parameters():
                 learns = parameter.requires_grad and why_whole(parameter) is None
@@ -260,11 +258,11 @@ class DeferredWeights:
                     self.tell(number, f"{why} would run in I")
 
     def meet(self, args: Sequence[Any]) -> None:
-        """Note whether a split function got, in F, a parameter among `args` whose readers are not known yet."""
+        """Called in F with the arguments of a split function: note whether readers of a parameter among them are not known yet."""
         self._meets_new |= any(isinstance(one, nn.Parameter) and one not in self._other_reader for one in args)
 
     def end_forward(self, deferral: Deferral, roots: Iterable[GradientEdge | None]) -> None:
-        """F has ended, and I will run backward from `roots`: find other readers of the weights that split functions got."""
+        """End F: find in the graph below `roots`, from which I will run, other readers of the weights that split functions got."""
         deferral.start_again = None
         if not self._meets_new:
             return
@@ -277,8 +275,8 @@ class DeferredWeights:
                     self.tell(layer, f"{name} reads one of them, too")
 
     def that_may_wait(self, ctx: Any, layer: int, places: Sequence[int]) -> dict[int, Tensor]:
-        """The weights in these places of a node's arguments; empty if one of them may not wait."""
-        # Nodes before this one, in the order of the arguments that need a gradient.
+        """The weights at `places` among a node's arguments; empty if one of them may not wait."""
+        # The nodes that this node leads to, in the order of the arguments that need a gradient.
         before = iter(node for node, _ in ctx.next_functions if node is not None)
         leaves = {place: _leaf(next(before)) for place, needs in enumerate(ctx.needs_input_grad) if needs}
         weights = {place: leaf for place in places if (leaf := leaves[place]) is not None and why_whole(leaf) is None}
@@ -288,7 +286,7 @@ class DeferredWeights:
         return weights if all(self._other_reader.get(weight) == "" for weight in weights.values()) else {}
 
     def tell(self, layer: int, why: str) -> None:
-        """Warn that a layer's whole backward runs in I."""
+        """Warn, once per reason, that gradients of a layer's weights do not wait for W."""
         if (layer, why) not in self._told:
             self._told.add((layer, why))
             warnings.warn(
@@ -302,7 +300,7 @@ def _leaf(node: Node) -> Tensor | None:
 
 
 def _readers(todo: list[Node]) -> tuple[dict[Tensor, int], dict[Tensor, str]]:
-    """The leaves below these nodes that a split function reads, with its layer; and those that another node reads, with its name."""
+    """Who reads the leaves below these nodes: leaf -> layer of a split function; leaf -> name of another node."""
     split: dict[Tensor, int] = {}
     other: dict[Tensor, str] = {}
     walked: set[Node] = set()

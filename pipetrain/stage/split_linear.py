@@ -26,9 +26,9 @@ _linear, _addmm = F.linear, torch.addmm
 class SplitLinear(SplitFunction):
     """`x [..., K]` times a matrix, plus a bias `[N]` or None; the matrix is `weight [N, K]` transposed, or `weight [K, N]`.
 
-    It runs torch's operations in torch's order, so that values and gradients have the same bits. Under autocast, `cast` is the cast of
-    `weight`: `x` has the dtype of the cast and is multiplied by the cast. As with autocast's own cast, the gradients of `weight` have that
-    dtype until a microbatch's are summed.
+    It runs torch's operations in torch's order, so values and gradients have the same bits. Under autocast, `cast` is the cast
+    of `weight`; `x` has the dtype of the cast and is multiplied by the cast. W sums the gradients of `weight` in a microbatch in
+    that dtype, as autograd would if autocast had made the cast.
     """
 
     @staticmethod
@@ -39,15 +39,15 @@ class SplitLinear(SplitFunction):
         ctx.save_for_backward(x, factor)
         ctx.is_transposed = is_transposed
         ctx.bias_waits = bias is not None and bias.requires_grad and why_whole(bias) is None
-        # Like torch, use one fused operation for some inputs and two for others; the two ways differ in the last bit.
+        # Like torch, use one fused operation for some inputs and two for others: the two ways differ in the last bit.
         ctx.is_fused = bias is not None and (x.dim() == 2 or x.is_contiguous())
         matrix = factor.t() if is_transposed else factor
         if bias is not None and ctx.is_fused:
             product = _addmm(bias.to(x.dtype), _rows(x), matrix)
         else:
             product = torch.mm(_rows(x), matrix)
-        # A layer may change the output in place, which autograd forbids if a function returns a view. So the output uses the product's memory
-        # under another shape. An operation with `out=` writes, so its output would not be kept for R.
+        # A layer may change the output in place, which autograd forbids if a function returns a view. So the output uses the product's
+        # memory under another shape. An operation with `out=` writes, so its output would not be kept for R.
         output = view_into(product.untyped_storage(), product.view(*x.shape[:-1], matrix.shape[1]))
         if bias is not None and not ctx.is_fused:
             output.add_(bias.to(x.dtype))
@@ -60,7 +60,7 @@ class SplitLinear(SplitFunction):
         if ctx.needs_input_grad[0]:
             matrix = factor.t() if ctx.is_transposed else factor
             rows = _rows(gradient)
-            # As in torch's derivative of `mm`, the gradient gets the strides of its tensor.
+            # As in torch's derivative of `mm`, the gradient of a column-major matrix is column-major.
             of_x = matrix.mm(rows.t()).t() if _is_column_major(_rows(x)) else rows.mm(matrix.t())
             of_x = of_x if x.dim() == 2 else of_x.reshape(x.shape)
         if ctx.needs_input_grad[2] and not ctx.bias_waits:
@@ -77,7 +77,7 @@ class SplitLinear(SplitFunction):
 
 
 def _gradient_of_bias(ctx: Any, gradient: Tensor) -> Tensor:
-    """The bias's gradient, summed as autograd sums that of a broadcast tensor."""
+    """The gradient of the bias, summed as autograd sums that of a broadcast tensor."""
     return (_rows(gradient) if ctx.is_fused else gradient).sum_to_size(gradient.shape[-1])
 
 
@@ -106,7 +106,7 @@ def _split_addmm(*args: Any, **named: Any) -> Tensor:
 
 
 def _split_product(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor | None:
-    """The product by a split function. None: the caller runs torch's function; if the weight is trained, a warning says why."""
+    """The product by a split function. None: the caller runs torch's function; `tell` warns if the gradient of `weight` is needed."""
     call = layer_in_force()
     if call is None or not weight.requires_grad or not torch.is_grad_enabled():
         return None
@@ -117,7 +117,7 @@ def _split_product(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_transpo
     cast = None
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        # R uses the cast of F. If that is gone, the weight was changed, and the end of R raises an error.
+        # R uses the cast of F. Without one, as in an inspection ahead of F, `cast` returns the weight, and `to` casts it for this call.
         cast = call.deferral.weights.cast(weight, make=call.is_forward).detach().to(dtype)
         x = x.to(dtype)
     output: Tensor = SplitLinear.apply(x, weight, bias, is_transposed, cast)
@@ -170,12 +170,12 @@ def linears_split(call: LayerCall | None) -> Iterator[None]:
 
 
 def split_layer(deferral: Deferral, number: int, layer: _Layer, *, is_forward: bool) -> _Layer:
-    """A function that runs `layer`, or a copy of it, with split functions, for F or R. `number` is its index in the stage."""
+    """A function that runs `layer`, or a copy of it, with split functions in F or R. `number` is its index in the stage."""
     if number in deferral.weights.whole:
         return layer
 
     def run(value: Any) -> Any:
-        # Without hooks the layer takes gradients inside its forward, so it is not split.
+        # A layer in `Stage.free` runs without hooks, and is not split.
         if (hooks := hooks_in_force()) is None:
             return layer(value)
         with linears_split(LayerCall(deferral, number, hooks, is_forward)):

@@ -76,9 +76,9 @@ class Stage:
         own = {number - first_layer for number in keep_layers} & set(range(len(self.layers)))
         self.kept = own  # layers that no R runs, by index: their saved tensors stay from F to B
         self.free: set[int] = set()  # of these, those that run without hooks
-        self.warned: set[tuple[str, int]] = set()  # what was warned of, and of which layer
+        self.warned: set[tuple[str, int]] = set()  # warnings that were given: the kind, and the index of the layer
         self.state = LayerState(self.layers, loss_fn, self.name_of, device)
-        self.casts, self._had_casts = WeightCasts(self.layers, device, meter), False  # `_had_casts`: in this step
+        self.casts, self._had_casts = WeightCasts(self.layers, device, meter), False  # whether F had any in this step
         self._title = f"stage {index}" if part is None else f"part {part} of stage {index}"
         fewer_cuts = "choose a balance that puts both on one stage" if part is None else "use fewer recompute.segments"
         self._cut_before = self._title, "stage" if part is None else "part", fewer_cuts
@@ -89,7 +89,7 @@ class Stage:
         # Layers whose R graph may hold memory of its own, until an inspection shows that it does not.
         self.may_hold_outside = set(range(len(self.indices)))
         self._stop = Stop.AT_LAYER  # where R may end, until a proof sets it
-        self._proved: Sequence[Signature] = ()  # signatures of the last layer whose slots R fills, as of the proof
+        self._proved: Sequence[Signature] = ()  # signatures of the last layer whose slots R fills, in the proof
         self._kinds: dict[Hashable, MicrobatchKind] = {}
         self._versions: list[int] | None = None  # versions of the parameters in this step; None between steps
         self._selection = Selection(selective, self.layers, first_layer) if selective else None
@@ -126,14 +126,14 @@ class Stage:
         witness: bool = False,
         moves: bool = False,
     ) -> StageOutput:
-        """F with a graph. With a loss, the output is the weighted loss.
+        """Run F with a graph. With a loss, the output is the weighted loss.
 
-        `prove`: the set is kept although R will run, and R is compared with it. `has_backward`: B will be called; it does nothing if
-        the output needs no gradient. `split`: the backward will run as I and W. `witness`: checksums of what F and R save are compared.
-        `moves`: the kept set goes to host memory, and comes back before its B (`host_set`).
+        `keep`: no R will run. `prove`: F keeps the set although R will run, and R is compared with it. `has_backward`: B will be called; it
+        does nothing if the output needs no gradient. `split`: the backward will run as I and W. `witness`: checksums of the tensors that F
+        and R save are compared. `moves`: the kept set goes to host memory, and comes back before its B (`host_set`).
 
-        Raises: SavedTensorChanged, LayerRefused, StateChanged, ValueError (a loss that has no gradient or is not a scalar; a layer that
-        uses a leaf of another stage).
+        Raises SavedTensorChanged, RecomputeMismatch (a layer changes an attribute), LayerRefused, StateChanged, ValueError (the loss has no
+        gradient or is no scalar, or a layer uses a leaf of another stage).
         """
         assert microbatch not in self._held, f"stage {self.index} runs F{microbatch} twice"
         bytes_before = self.meter.own_bytes
@@ -184,7 +184,7 @@ class Stage:
     def _open_set(
         self, held: Held, given: StageInput, *, prove: bool, is_new: bool, split: bool, witness: bool, moves: bool
     ) -> tuple[Before, FirstLook | None]:
-        """Open the set of an F that runs under hooks. Returns the state before F, and a `FirstLook` if the layers are to be inspected."""
+        """Make the set of an F under hooks. Returns the state before F, and a `FirstLook` if F is to find out what its layers do."""
         keep = held.given is None
         held.late = late = LateBoundSet(
             self.name_of,
@@ -209,8 +209,7 @@ class Stage:
         return before, FirstLook(self, given, held.seeds, late, held.deferral, compares=prove and not keep)
 
     def _may_witness(self) -> bool:
-        """Whether F and R may take checksums: not on a GPU (bits may differ, the host would wait), nor if a layer changes a tensor that was
-        saved before."""
+        """Whether F and R may take checksums: not on a GPU (bits may differ, the host waits), nor if later layers change saved tensors."""
         return self.device.type == "cpu" and self._stop is not Stop.AT_END
 
     def _run_forward(
@@ -260,13 +259,12 @@ class Stage:
         return value if isinstance(value, Tensor) else without_local(value)
 
     def _after_layer(self, held: Held, late: LateBoundSet, look: FirstLook | None, number: int, output: Any) -> None:
-        """Called when a layer has run in F with an open set: refuse it, inspect it, or copy its output for R."""
+        """Called after a layer of an F with an open set: refuse the layer, inspect it, or copy its output for R."""
         if late.wanted is not None or late.hooks_refused:
             refuse_gradient_inside(late, self.name_of, number)
         if look is not None:
             look.after(number)
-        # A kept layer gets the output of the kept layer before it, because a gradient may flow between them; R gets a copy of the last
-        # kept layer's output.
+        # Kept layers get each other's outputs themselves, since a gradient may flow between them. R continues from a copy of the last.
         if held.given is not None and number in late.whole and number + 1 not in late.whole:
             held.passed[number] = Passed.of(output)
 
@@ -312,6 +310,7 @@ class Stage:
                 warnings.warn(line, stacklevel=3)
 
     def _hold(self, microbatch: int, held: Held, bytes_before: int) -> None:
+        """Hold the microbatch until its B, and note the bytes of its set, its kept outputs and its stashed input."""
         self._held[microbatch] = held
         late = held.late
         if late is None or late.is_filled:
@@ -332,7 +331,7 @@ class Stage:
     # Host memory, and R ---------------------------------------------------------------------------------------------
 
     def host_set(self, microbatch: int, part: int | None = None) -> HostSet | None:
-        """The set that OFFLOAD copies to host memory, of a microbatch whose F had `moves`; None if no set is held."""
+        """The part of a set that goes to host memory, if F had `moves`; None: the stage holds no set of the microbatch."""
         assert part is None, f"stage {self.index} has no parts"
         held = self._held.get(microbatch)
         if held is None or held.late is None:
@@ -346,8 +345,7 @@ class Stage:
         return microbatch in self._held
 
     def recompute(self, microbatch: int, part: int | None = None) -> None:
-        """R: run the stage's forward again until the last slot is full. Its graph is not used. Raises RecomputeMismatch: R differed from F;
-        SavedTensorChanged: a parameter or the stashed input changed since F."""
+        """Run R: fill the slots of F. Raises RecomputeMismatch: R differed from F; SavedTensorChanged: a tensor for R or B was changed."""
         assert part is None, f"stage {self.index} has no parts"
         held = self._held[microbatch]
         late = held.late
@@ -359,11 +357,10 @@ class Stage:
             raise SavedTensorChanged(
                 f"{', '.join(changed[:3])} changed between F and R of one microbatch: change parameters after the step only"
             )
-        if not late.end:  # no slot is to be filled, nor proved
+        if not late.end:  # R has no slot to fill or to prove
             late.drop()
             return
-        # An operation may write to a tensor that it has saved. So R ends within a layer only if a proof allowed it and the last layer's
-        # signatures are those of the proof.
+        # An operation may write to a tensor that it has saved. So R ends within a layer only if a proof allowed that for equal signatures.
         is_proved = self._stop is not Stop.AT_SLOT or late.last_signatures() == self._proved
         again = Recompute(
             late, self._stop if is_proved else Stop.AT_LAYER, detaches=not self.may_hold_outside <= self.kept
@@ -409,10 +406,10 @@ class Stage:
     def backward(
         self, microbatch: int, gradients: Sequence[Tensor | None], *, scale: float = 1.0, part: int | None = None
     ) -> list[Tensor | None]:
-        """B: adds to `.grad` of the parameters; returns the gradient of each input leaf (None: it has none).
+        """Run B: add to `.grad` of the parameters, and return the gradient of each input leaf (None: it has none).
 
-        `gradients` belong to the output leaves in order. With a loss they are ignored: its gradient is `scale`.
-        If F had `split`, this is I: weight gradients wait for `backward_weights` where they may.
+        `gradients` belong to the output leaves in order. With a loss they are ignored: its gradient is `scale`. If F had `split`, this is
+        I: weight gradients wait for `backward_weights` where they may. Raises SavedTensorChanged: a saved tensor was changed in place.
         """
         assert part is None, f"stage {self.index} has no parts"
         held = self._held.pop(microbatch)
@@ -438,7 +435,7 @@ class Stage:
                 layer = self.name_of(bisect_left(held.ends, node._sequence_nr()))
                 raise saved_changed(layer, torch.Size(), "before B read it", node.name()) from error
             raise
-        if deferral is not None:  # the activation slot holds the set, then what waits for W
+        if deferral is not None:  # the activation slot holds the set, then the tensors for W
             self.set_bytes[microbatch] = max(self.set_bytes.get(microbatch, 0), deferral.num_bytes)
         held.size = None
         if held.late is not None:
@@ -446,8 +443,7 @@ class Stage:
         return list(map(held.sink.pop, range(held.num_inputs), (None,) * held.num_inputs))
 
     def backward_weights(self, microbatch: int) -> None:
-        """W: adds the gradients that I has deferred to `.grad` of the weights. Raises SavedTensorChanged: a tensor that W needs was changed
-        in place."""
+        """Run W: add the gradients that I left to `.grad` of the weights. Raises SavedTensorChanged: a tensor for W was changed."""
         self._deferred.pop(microbatch).run()
 
     def end_step(self) -> None:
@@ -466,7 +462,7 @@ class Stage:
         held.counted.clear()
 
     def drop(self) -> None:
-        """A step has failed: hold nothing any more."""
+        """Drop all microbatches: a step has failed."""
         for held in self._held.values():
             self._release(held)
             held.size = None

@@ -1,7 +1,7 @@
 """Makes copies of tensors, compares them with the present values, and puts them in the tensors' place.
 
 `tensor.data = copy` puts a copy in place: the tensor object stays, so everything that refers to it (a module that is used twice, a
-layer that reads another's buffer) reads and writes the copy. Tensors that share the old memory (a saved tensor of another
+layer that reads another's buffer) reads and writes the copy. Other tensors in the old memory (a saved tensor of another
 microbatch, a view) keep their values.
 """
 
@@ -31,17 +31,17 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def is_simple(tensor: Tensor) -> bool:
-    """Whether `clone` keeps the strides."""
+    """Whether a tensor is dense, and `clone` keeps its strides."""
     return is_dense(tensor) and tensor.clone().stride() == tensor.stride()
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often the tensor was changed in place; 0 for a tensor made in inference mode, which has no version."""
+    """How often the tensor was changed in place; 0 for a tensor made in inference mode, which does not count its changes."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 class TensorCopies:
-    """Some tensors with copies of the values that they had; each copy has its own memory. `simple`: each is known to be `is_simple`."""
+    """Some tensors, each with a copy of its value in memory of its own. `simple`: each tensor is known to be `is_simple`."""
 
     def __init__(self, tensors: Iterable[Tensor], *, simple: bool = False) -> None:
         self.tensors = list(tensors)
@@ -62,7 +62,7 @@ class TensorCopies:
 
     @contextmanager
     def stand_in(self) -> Iterator[None]:
-        """In the block the copies are in the tensors' places."""
+        """In the block, the copies are in the tensors' places."""
         live = [tensor.data for tensor in self.tensors]
         try:
             for tensor, copy in zip(self.tensors, self.copies):
@@ -74,14 +74,14 @@ class TensorCopies:
 
     def storages(self, without: Container[int] = ()) -> set[int]:
         """The identities of the copies' storages, except for tensors whose ids are in `without`."""
-        if not self.tensors:  # most stages have none, and this runs in each R
+        if not self.tensors:  # as in most stages: save the time in each R
             return set()
         pairs = zip(self.tensors, self.copies)
         return {key for tensor, copy in pairs if id(tensor) not in without and (key := storage_key(copy))}
 
 
 def storage_key(tensor: Tensor) -> int:
-    """The identity of the tensor's storage; 0 where it has none of its own (sparse, nested)."""
+    """The identity of the tensor's storage; 0 for a sparse or nested tensor, which has no storage of its own."""
     if not is_dense(tensor):
         return 0
     key: int = tensor.untyped_storage()._cdata
@@ -89,7 +89,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def same_values(now: Tensor, before: Tensor) -> bool:
-    """Equal in shape, type and every value; NaN is equal to itself. Waits for the device."""
+    """Whether shape, dtype and all values are equal; NaN equals NaN. Waits for the device."""
     if now.dtype != before.dtype or now.layout != before.layout or now.is_nested != before.is_nested:
         return False
     ours, theirs = parts_of(now), parts_of(before)
@@ -101,7 +101,7 @@ def same_values(now: Tensor, before: Tensor) -> bool:
 
 
 def fingerprint(tensor: Tensor) -> Tensor | None:
-    """A sum over the bits, as a 0-dim integer tensor on the device; it wraps around. None where a tensor has no plain bits."""
+    """The sum of the elements, their bits read as integers, as a 0-dim int64 tensor on the device; it wraps around. None: no plain bits."""
     if not is_dense(tensor) or tensor.is_meta or tensor.is_quantized:
         return None
     plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
@@ -130,7 +130,7 @@ def view_into(storage: UntypedStorage, tensor: Tensor) -> Tensor:
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """Plain tensors that hold all values of a sparse or nested one."""
+    """Plain tensors that hold all values and indices of a sparse or nested tensor; else the tensor itself."""
     tensor = tensor.detach()
     if tensor.is_nested:
         return list(tensor.unbind())

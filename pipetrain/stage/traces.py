@@ -1,5 +1,4 @@
-"""Traces: state that a forward leaves in attributes or variables (counters, caches, generators), other than buffers and the
-autograd graph.
+"""Traces: counters, caches, generators and other state that a forward changes in attributes or variables, outside of autograd and buffers.
 
 Traces before and after a forward are compared. They cannot be restored, so a layer that leaves traces is not run a second time.
 """
@@ -19,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_MANY = 64  # a list or dict with more entries is not searched
-_DEEPEST = 4
+_MANY = 64  # entries; a longer list or dict is not searched
+_DEEPEST = 4  # attributes of attributes that are searched
 _ATOMS = (types.NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-# Every nn.Module has these attributes, so they are no state of a layer. `layer_state.py` looks after buffers.
+# Every nn.Module has these attributes, so they are not traces of a layer. `layer_state.py` handles buffers.
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _NOT_LOOKED_INTO = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "pipetrain", "torchvision", "functorch"}
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
@@ -33,7 +32,7 @@ Look = dict[str, Hashable]  # name of an attribute or variable -> what is compar
 
 
 def first_change(before: Look, now: Look) -> str | None:
-    """The name of the first trace that differs between two snapshots of them; None: all are equal."""
+    """The name of the first trace that differs between `before` and `now`; None: all are equal."""
     return next((name for name in {**before, **now} if before.get(name, _GONE) != now.get(name, _GONE)), None)
 
 
@@ -43,13 +42,13 @@ def own_traces(layer: Any) -> Look:
 
 
 def modules_of_the_user(layer: Any) -> list[tuple[str, nn.Module]]:
-    """The modules in a layer whose classes `is_of_the_user`, with their names."""
+    """The modules in a layer whose class `is_of_the_user`, with their names."""
     modules = layer.named_modules() if isinstance(layer, nn.Module) else ()
     return [(name, module) for name, module in modules if is_of_the_user(type(module))]
 
 
 def attributes_of(named: Iterable[tuple[str, Any]]) -> Look:
-    """The same as `own_traces` for several objects, each with its name."""
+    """The same as `own_traces` for several objects, each given with its name."""
     found: Look = {}
     seen: set[int] = set()
     for path, thing in named:
@@ -58,8 +57,8 @@ def attributes_of(named: Iterable[tuple[str, Any]]) -> Look:
 
 
 def outer_traces(layer: Any) -> Look:
-    """Numbers, texts and generators that the layer's code can rebind or draw from: class variables, variables of enclosing functions, and
-    globals that it names. Lists and dicts there do not count."""
+    """Numbers, texts and generators that the code of a layer or loss can rebind or draw from: class variables, variables of enclosing
+    functions, and globals that the code names. Lists and dicts there do not count."""
     found = {
         f"{kind.__name__}.{name}": _atom(value)
         for kind in _kinds_of(layer)
@@ -73,7 +72,7 @@ def outer_traces(layer: Any) -> Look:
 
 
 def rebound_outside(layer: Any) -> str | None:
-    """A variable of an enclosing function, or a global, that the layer's code assigns; None if there is none."""
+    """A variable of an enclosing function, or a global, that the code of a layer assigns to; None: there is none."""
     for function in _code_of(layer):
         code = function.__code__
         for step in dis.get_instructions(code):
@@ -83,7 +82,7 @@ def rebound_outside(layer: Any) -> str | None:
 
 
 def holds_outside(layer: Any) -> bool:
-    """Whether the code of a layer names a list, dict, set or generator outside of the layer, so that a copy would change it too."""
+    """Whether the code of a layer names a list, dict, set or generator outside of the layer: a copy would change it, too."""
     named = [value for function in _code_of(layer) for _, value in _variables_of(function)]
     in_classes = [value for kind in _kinds_of(layer) for value in vars(kind).values()]
     return any(type(value) in _CONTAINERS for value in named) or any(
@@ -93,7 +92,7 @@ def holds_outside(layer: Any) -> bool:
 
 
 def is_of_the_user(thing: Any) -> bool:
-    """Whether a class or function comes from the user's code, not from torch, Python or pipetrain."""
+    """Whether a class or function may hold state of a layer: it is not of torch, Python's library, numpy or pipetrain."""
     top = (getattr(thing, "__module__", None) or "").partition(".")[0]
     return thing is types.SimpleNamespace or (bool(top) and top not in _NOT_LOOKED_INTO)
 
@@ -125,8 +124,8 @@ def _note_parts(name: str, thing: Any, found: Look, seen: set[int], depth: int) 
 
 
 def members_of(thing: Any, *, of_modules: bool) -> Iterator[tuple[str, Any]]:
-    """Pairs (`.name` or `[0]`, part) of what an object directly holds. `of_modules`: also parameters, buffers and submodules of a module."""
-    if isinstance(thing, dict):  # dicts only: another Mapping may read each value from a disk
+    """The direct parts of an object, each after its text (`.name`, `[0]`). `of_modules`: also parameters, buffers and submodules."""
+    if isinstance(thing, dict):  # no other Mapping, because it may read each value from a disk
         yield from ((f"[{key!r}]", value) for key, value in list(thing.items()))
     elif isinstance(thing, (list, tuple, deque, set, frozenset)):
         yield from ((f"[{number}]", value) for number, value in enumerate(thing))
@@ -154,7 +153,7 @@ def _has_attributes(thing: Any) -> bool:
 
 
 def _atom(thing: Any) -> Hashable:
-    """The value to compare for an immutable object (type and value) or a generator (state); None for anything else."""
+    """The value to compare for an immutable object (type and value) or a generator (its state); None for anything else."""
     if type(thing) in _ATOMS:
         return type(thing), thing if thing == thing else "nan"
     if isinstance(thing, torch.Generator):
@@ -173,7 +172,7 @@ def _kinds_of(layer: Any) -> list[type]:
 
 
 def _code_of(layer: Any) -> list[types.FunctionType]:
-    """The methods of a layer's classes; for a loss that is a function, the function."""
+    """The methods of a layer's classes without `__init__`; for a loss that is a function, that function."""
     methods = [value for kind in _kinds_of(layer) for name, value in vars(kind).items() if name != "__init__"]
     return [*(one for one in methods if isinstance(one, types.FunctionType)), *_functions_in(layer)]
 
@@ -189,13 +188,13 @@ def _functions_in(thing: Any) -> Iterator[types.FunctionType]:
 
 
 def names_in(code: types.CodeType) -> list[str]:
-    """Names that the code, and functions inside it, look up: attributes, globals, variables of enclosing functions."""
+    """Names that the code, or a function inside it, looks up: attributes, globals, and variables of enclosing functions."""
     inner = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in names_in(part)]
     return [*code.co_names, *code.co_freevars, *inner]
 
 
 def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The variables of enclosing functions that `function` uses, and the globals that it names."""
+    """The variables of enclosing functions that `function` uses, and the globals that it names, with their values."""
     for key, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         try:
             yield key, cell.cell_contents

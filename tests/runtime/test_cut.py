@@ -24,7 +24,7 @@ def test_leaf_by_leaf_on_dimension_0() -> None:
 def test_weights_are_shares() -> None:
     assert weights_of([3, 3, 2]) == [3 / 8, 3 / 8, 2 / 8]
     assert weights_of([0, 1, 0]) == [0.0, 1.0, 0.0]
-    with pytest.raises(ValueError, match="their sum more than 0"):
+    with pytest.raises(ValueError, match="not all 0"):
         weights_of([0, 0])
 
 

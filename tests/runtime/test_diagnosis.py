@@ -114,7 +114,7 @@ def diagnose(name: str, mode: str) -> dict[str, Any]:
     return {"finding": diagnosis.finding, "norm": norm, "loss": loss, "losses": diagnosis.losses}
 
 
-OVERFLOWS = "what goes into it is finite, and so are its weights: the value overflows there"
+OVERFLOWS = "its inputs and its weights are finite: the value overflows there"
 EXPECTED = {
     "output": Finding(Where.OUTPUT, 2, 3, "Overflowing", 1, 1, OVERFLOWS),
     "gradient": Finding(Where.GRADIENT, 2, 3, "SteepAtTheMark", 1, 1, OVERFLOWS),
@@ -150,10 +150,10 @@ def test_the_text_names_everything() -> None:
     found = EXPECTED["gradient"]
     assert found is not None
     assert found.text == (
-        f"layer 3 (SteepAtTheMark) of stage 1 on rank 1 gives the first such gradient in microbatch 2; {OVERFLOWS}"
+        f"layer 3 (SteepAtTheMark) of stage 1 on rank 1 gives the first gradient that is not finite in microbatch 2; {OVERFLOWS}"
     )
     assert dataclasses.replace(found, layer_name="loss_fn", microbatch=None).text.startswith(
-        "the loss of stage 1 on rank 1 gives the first such gradient; "
+        "the loss of stage 1 on rank 1 gives the first gradient that is not finite; "
     )
 
 
@@ -167,5 +167,5 @@ def test_a_sum_over_microbatches_that_overflows() -> None:
         assert not torch.isfinite(pipeline.clip_grad_norm_(math.inf))
         found = pipeline.find_not_finite(inputs, inputs).finding
     assert found == Finding(
-        Where.SUM, None, 0, "Linear", 0, 0, "each microbatch's gradient is finite, but their sum overflows"
+        Where.SUM, None, 0, "Linear", 0, 0, "the gradient of each microbatch is finite, but their sum overflows"
     )

@@ -86,8 +86,8 @@ def test_a_rank_can_be_slow_for_many_steps() -> None:
 
 def test_a_message_fails_as_it_is_started() -> None:
     failed, other = run_outcomes(2, two_steps, "raise rank=1 op=1SEND_B0 step=1", NEVER_SECONDS)
-    assert "a fault was injected at 1SEND_B0 of rank 1 in step 1" in failed.error
-    assert "a fault was injected at 1SEND_B0 of rank 1 in step 1" in other.error
+    assert "a fault was injected at 1SEND_B0 of rank 1 in step 1, counted from 1" in failed.error
+    assert "a fault was injected at 1SEND_B0 of rank 1 in step 1, counted from 1" in other.error
 
 
 @pytest.mark.parametrize("op", ["0SEND_F1", "0RECV_B0", "0F0"])

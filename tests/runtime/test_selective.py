@@ -386,7 +386,7 @@ def test_layers_modules_and_operations_by_name() -> None:
     ("entry", "message"),
     [
         ("matmull", "recompute.selective=matmull: there is no operation 'matmull'; did you mean 'matmul'?"),
-        ("linear", "recompute.selective=linear: torch runs linear as other operations"),
+        ("linear", "recompute.selective=linear: linear is made of other operations"),
         ("view", "recompute.selective=view: view is a view or a cast"),
         ("_to_copy", "recompute.selective=_to_copy: _to_copy is a view or a cast"),
         ("native_batch_norm", "recompute.selective=native_batch_norm: native_batch_norm is a view or a cast, or changes something"),

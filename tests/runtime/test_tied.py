@@ -336,7 +336,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "another shape": (
         lambda: pipeline_of(other_shape()),
-        "ValueError: 0.words.weight and 5.weight are said to be one parameter, but differ: [11, 8] of float32, trained and [7, 8] of float32",
+        "ValueError: 0.words.weight and 5.weight are tied as one parameter, but differ: [11, 8] of float32, trained and [7, 8] of float32",
     ),
     "no such name": (
         lambda: pipeline_of(unnamed()),
