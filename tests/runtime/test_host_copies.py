@@ -148,8 +148,8 @@ def test_device_and_host_hold_what_check_allows(schedule: str, segments: int) ->
         on_host = found["pools"][-1] // found["on host"]
         # Of all sets together: the batch, of which the first stage saves slices; small tensors.
         rest = found["set"] - on_host
-        least = 0 if segments > 1 else rest  # two parts count the tensor between them twice
-        assert 0.95 * (places * on_host + least) <= found["peak"] <= 1.05 * (places * on_host + rest), found
+        # Whether outputs are there at the peak is luck: a copy that is quick frees its set before the next F has one.
+        assert 0.95 * places * on_host <= found["peak"] <= 1.05 * (places * on_host + rest), found
 
 
 @pytest.mark.parametrize("steps", [9, pytest.param(200, marks=pytest.mark.slow)])
