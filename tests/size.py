@@ -34,7 +34,7 @@ ROOMS = {
     "runtime": 4910,
     "schedule": 6100,
     "snapshot": 1509,
-    "stage": 4902,
+    "stage": 4906,
     "train.py": 324,
     "trainer": 1591,
     "verify": 1125,

@@ -270,7 +270,7 @@ class Executor:
 
     def _report(self, error: BaseException, program: Program, entry: ProgramEntry, step: Step) -> None:
         """Name the op of an error: on the board for the other ranks, in a note of the exception on this one."""
-        place = f"{self._monitor.name} failed in {entry.op} ({entry.lane} lane, step {step.index})"
+        place = f"{self._monitor.name} failed in {entry.op} ({entry.lane} lane, step {step.index + 1})"
         first_line, *_ = str(error).strip().splitlines() or [""]
         self._board.post(f"{place}: {type(error).__name__}: {first_line}")
         error.add_note(f"{place}\n{grid(program.schedule, entry.op)}")

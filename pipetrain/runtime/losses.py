@@ -41,13 +41,13 @@ _LOG = logging.getLogger(__name__)
 class LossNotFinite(PipelineError):
     """The loss of a step is not finite. Every rank raises it after the whole step, and the pipeline can go on.
 
-    `microbatch` is the first whose own loss is not finite, counted over all replicas; `loss` is the sum over all. Discard the gradients.
-    Buffers that a forward changes (running means) already include the batch.
+    `microbatch` is the first whose own loss is not finite, counted over all replicas; `loss` is the sum over all. `step` counts from 0, the
+    message from 1. Discard the gradients. Buffers that a forward changes (running means) already include the batch.
     """
 
     def __init__(self, step: int, microbatch: int, loss: float) -> None:
         super().__init__(
-            f"the loss of microbatch {microbatch} in step {step} is not finite (the sum is {loss}): look at that batch, lower "
+            f"the loss of microbatch {microbatch} in step {step + 1} is not finite (the sum is {loss}): look at that batch, lower "
             "the learning rate, or clip the gradients"
         )
         self.step = step
@@ -58,7 +58,7 @@ class LossNotFinite(PipelineError):
 def loss_of_all(step: Step, root: int, group: Group, fetch: Fetch) -> Tensor:
     """Return the sum of the losses of all microbatches of all replicas, in order, 0-dim on every rank's host; `root` holds the last stage.
     Collective. Raises LossNotFinite: the loss of a microbatch is not finite."""
-    what, said = f"the loss of step {step.index}", b""
+    what, said = f"the loss of step {step.index + 1}", b""
     if group.chain.rank == root:
         said = _sum(group.replicas.concatenate(_own_losses(step, fetch), what))
     total, dtype, bad = json.loads(group.chain.broadcast(said, root, what))

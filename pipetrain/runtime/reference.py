@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipetrain.runtime.cut import counts_of, cut, num_rows, weights_of
 from pipetrain.stage.added_losses import collecting
-from pipetrain.stage.seeding import generators_restored, layer_seed, seed_generators
+from pipetrain.stage.seeding import generators_restored, mix, seed_generators
 
 
 def reference_step(
@@ -55,9 +55,9 @@ def reference_step(
                 continue
             with collecting() as added:
                 for number, layer in enumerate(layers):
-                    seed_generators(layer_seed(seed, step, index, number), device)
+                    seed_generators(mix(seed, step, index, number), device)
                     value = layer(value)
-                seed_generators(layer_seed(seed, step, index, len(layers)), device)
+                seed_generators(mix(seed, step, index, len(layers)), device)
                 loss = loss_fn(value, label)
             loss = (loss + sum(added[1:], added[0]) if added else loss) * weight
             torch.autograd.backward(loss)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ def infer(stage: AnyStage, given: StageInput, *, with_loss: bool, past: Past | N
     inference mode, because torch's bookkeeping for backward would take a tenth of the time of one token."""
     for part in stage.parts if isinstance(stage, SegmentedStage) else (stage,):
         output = _infer(part, given, with_loss=with_loss, past=past)
-        given = replace(given, leaves=output.leaves, spec=output.spec)
+        given = given._replace(leaves=output.leaves, spec=output.spec)
     return output
 
 

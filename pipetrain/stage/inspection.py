@@ -17,7 +17,6 @@ import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -151,7 +150,7 @@ class LayerInspection:
         stage = look.stage
         self._layer: Any = stage.layers[number] if number < len(stage.layers) else stage.loss_fn
         self._value = _own_copy(value)
-        self._batch = replace(look.given, target=pytree.tree_map_only(Tensor, Tensor.clone, look.given.target))
+        self._batch = look.given._replace(target=pytree.tree_map_only(Tensor, Tensor.clone, look.given.target))
         objects = [leaf for leaf in pytree.tree_leaves(value) if _is_object(leaf)]
         self._given = [(leaf, own_traces(leaf)) for leaf in objects]
         self._own, self._outer = own_traces(self._layer), outer_traces(self._layer)
@@ -236,7 +235,7 @@ class LayerInspection:
         stage, number = self._stage, self._number
         call: Any = self._twin
         if number == len(stage.layers):
-            given = replace(self._batch, target=pytree.tree_map_only(Tensor, Tensor.clone, self._batch.target))
+            given = self._batch._replace(target=pytree.tree_map_only(Tensor, Tensor.clone, self._batch.target))
             call = functools.partial(stage.weighted_loss, self._twin, given=given, added=AddedLosses())
         elif self._deferral is not None:
             call = split_layer(self._deferral, number, call, is_forward=False)
@@ -336,7 +335,7 @@ def _alive(tensor: Tensor) -> Tensor:
     alike = copy_of(tensor)
     if not tensor.requires_grad:
         return alike
-    return through_gate(torch.empty(0, device=tensor.device, requires_grad=True), alike)
+    return through_gate(torch.empty(0, device=tensor.device, requires_grad=True), alike, {})
 
 
 def _is_object(leaf: Any) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +21,7 @@ from pipetrain.stage.split_backward import Deferral
 from pipetrain.stage.tensor_copies import TensorCopies, is_dense, storage_key
 
 
-@dataclass(frozen=True)
-class StageInput:
+class StageInput(NamedTuple):
     """The input of F. Several leaves may be one tensor: an in-place change of one leaf changes all of them.
 
     `seeds_of` gives the seeds of layers by their global indices. `target` and `weight` are for the stage that computes the loss. F calls
@@ -38,12 +38,11 @@ class StageInput:
     weight: float = 1.0
     on_layer: Callable[[int, Any], None] | None = None
     is_shared: bool = False
-    fixed: Mapping[int, str] = field(default_factory=dict)
-    fixed_target: Mapping[int, str] = field(default_factory=dict)
+    fixed: Mapping[int, str] = MappingProxyType({})
+    fixed_target: Mapping[int, str] = MappingProxyType({})
 
 
-@dataclass(frozen=True)
-class StageOutput:
+class StageOutput(NamedTuple):
     """The output of F, detached: the leaves of its tree, and which of them need a gradient. Leaves that are one tensor in the layers'
     output are one tensor here, too."""
 
@@ -66,7 +65,10 @@ _ONE_LEAF = pytree.tree_structure(0)  # the structure of a value that is one lea
 
 def detached(outputs: Any, roots: list[GradientEdge | None]) -> StageOutput:
     """The output of layers without its graph. `roots` gets an edge per leaf: a stage holds edges, so the output is free once it is sent."""
-    leaves, spec = ([outputs], _ONE_LEAF) if isinstance(outputs, Tensor) else pytree.tree_flatten(outputs)
+    if isinstance(outputs, Tensor):
+        roots.append(get_gradient_edge(outputs) if outputs.requires_grad else None)
+        return StageOutput((outputs.detach(),), _ONE_LEAF, (outputs.requires_grad,))
+    leaves, spec = pytree.tree_flatten(outputs)
     results, wants, done = list[Any](), list[bool](), dict[int, Tensor]()
     for leaf in leaves:
         is_tensor = isinstance(leaf, Tensor)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from pipetrain.stage.entry import NODE_WITHOUT_BACKWARD
 from pipetrain.stage.errors import (
     RecomputeMismatch,
     SavedTensorChanged,
@@ -30,10 +31,6 @@ from pipetrain.stage.slots import LateBoundSet, both
 
 class SetComplete(BaseException):
     """Raised to end R: all slots are full, and B needs nothing that the rest of R would compute."""
-
-
-# After a kept layer, the next layer's input comes from `Gate` in R, and has this node. In F it has a node of the kept layer.
-_ENTERED = "GateBackward"
 
 
 class Recompute:
@@ -103,7 +100,7 @@ class Recompute:
         if self._filled >= len(self._slots):
             self.fail(f"saves one tensor more than in F: {as_text(signature)}")
         expected = self._signatures[self._filled]
-        if signature != expected and (signature[:2] != expected[:2] or signature[2].__name__ != _ENTERED):
+        if signature != expected and (signature[:2] != expected[:2] or signature[2].__name__ != NODE_WITHOUT_BACKWARD):
             self.fail(f"saves {as_text(signature)}, in F it was {as_text(expected)}")
 
     def _unpack(self, _: Any) -> NoReturn:

@@ -12,6 +12,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,27 +29,24 @@ def mix(*numbers: int) -> int:
     """One 64-bit seed from several integers; each integer changes all bits (SplitMix64, Steele et al. 2014, figure 15)."""
     state = 0
     for number in numbers:
-        state = (state + (number & _MASK) + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
+        state = _mixed(state, number)
     return state
+
+
+def _mixed(state: int, number: int) -> int:
+    state = (state + (number & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
+
+
+_mix_of_step = lru_cache(maxsize=4)(mix)  # of the seed and the step: the same for all microbatches
 
 
 def layer_seeds(seed: int, step: int, microbatch: int, layers: Sequence[int]) -> list[int]:
     """The seeds of some layers for one microbatch; `microbatch` counts over all replicas, `layers` over the whole model."""
-    before, seeds = mix(seed, step, microbatch), []
-    for layer in layers:
-        state = (before + (layer & _MASK) + 0x9E3779B97F4A7C15) & _MASK  # as in `mix`
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        seeds.append(state ^ (state >> 31))
-    return seeds
-
-
-def layer_seed(seed: int, step: int, microbatch: int, layer: int) -> int:
-    """The seed that `layer_seeds` has for one layer."""
-    return mix(seed, step, microbatch, layer)
+    before = _mixed(_mix_of_step(seed, step), microbatch)
+    return [_mixed(before, layer) for layer in layers]
 
 
 def weight_seed(seed: int, layer: int) -> int:

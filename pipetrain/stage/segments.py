@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -114,7 +114,7 @@ class SegmentedStage:
         memories = {storage_key(given.leaves[number]): why for number, why in given.fixed.items()}
         leaves, fixed = self._cross(output.leaves, output.spec, part.device, part.end, memories)
         wants = frozenset(number for number, wanted in enumerate(output.wants_gradient) if wanted)
-        return replace(given, leaves=tuple(leaves), spec=output.spec, wants_gradient=wants, is_shared=True, fixed=fixed)
+        return given._replace(leaves=tuple(leaves), spec=output.spec, wants_gradient=wants, is_shared=True, fixed=fixed)
 
     # R and B ------------------------------------------------------------------------------------------------------
 

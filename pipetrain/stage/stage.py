@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from pipetrain.stage.added_losses import AddedLosses
 from pipetrain.stage.casts import WeightCasts
@@ -379,7 +379,7 @@ class Stage:
             self._proved = late.last_signatures()
 
     def _run_again(self, held: Held, given: StageInput, again: Recompute) -> None:
-        value, entered = self._entry.enter(given, held.sink, recomputed=True)
+        value, entered = self._entry.enter(given, None, recomputed=True)
         with AddedLosses(value) as added:
             value = added.value
             try:
@@ -429,7 +429,10 @@ class Stage:
             self._deferred[microbatch] = deferral
         try:
             if roots:
-                torch.autograd.backward(roots, seeds)
+                # As torch.autograd.backward does it, which compares shapes in Python first: a third of the time of a small stage.
+                _engine_run_backward(
+                    tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
         except RuntimeError as error:
             if held.late is None and (node := changed_node(roots)) is not None:
                 layer = self.name_of(bisect_left(held.ends, node._sequence_nr()))

@@ -323,7 +323,7 @@ def test_a_loss_that_is_not_finite_is_found_in_its_layer() -> None:
     layers[3].scale = float("inf")
     ((inputs, targets),) = rows(8)
     with Pipeline(layers, mean_square, num_microbatches=2, stages_per_rank=3) as pipeline:
-        with pytest.raises(Exception, match="loss of microbatch 0 in step 0 is not finite"):
+        with pytest.raises(Exception, match="loss of microbatch 0 in step 1 is not finite"):
             pipeline.step(inputs, targets)
         finding = pipeline.find_not_finite(inputs, targets).finding
         assert finding is not None

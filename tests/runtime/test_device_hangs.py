@@ -157,7 +157,7 @@ def sits_in_a_launch(path: str) -> str | None:
 def test_a_rank_whose_host_sits_in_a_launch_is_told(tmp_path: Path) -> None:
     first, second = run_ranks(2, sits_in_a_launch, str(tmp_path))
     assert first == "KeyError: 'broken on purpose'"
-    assert second.startswith("PipelineError: rank 0 failed in 0B0 (compute lane, step 0): KeyError"), second
+    assert second.startswith("PipelineError: rank 0 failed in 0B0 (compute lane, step 1): KeyError"), second
 
 
 def test_the_watchdog_gives_up_a_host_that_comes_no_further() -> None:

@@ -36,7 +36,7 @@ def two_steps(faults: str, timeout_seconds: float) -> tuple[list[float], list[fl
 
 def test_a_raised_fault_names_its_op() -> None:
     failed, other = run_outcomes(2, two_steps, "raise rank=0 op=0F1 step=2", NEVER_SECONDS)
-    assert "rank 0 failed in 0F1 (compute lane, step 1)" in failed.error
+    assert "rank 0 failed in 0F1 (compute lane, step 2)" in failed.error
     assert "rank 0 failed in 0F1" in other.error
 
 

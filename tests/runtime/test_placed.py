@@ -109,7 +109,7 @@ def fails_in_the_last_stage() -> str:
 
     with Pipeline(plain(0.0), not_finite, plan=plan_for((0, 1, 1, 0)), timeout_seconds=NEVER_SECONDS) as pipeline:
         inputs, targets = rows(8)[0]
-        with pytest.raises(Exception, match="loss of microbatch 0 in step 0 is not finite"):
+        with pytest.raises(Exception, match="loss of microbatch 0 in step 1 is not finite"):
             pipeline.step(inputs, targets)
         return str(pipeline.find_not_finite(inputs, targets))
 

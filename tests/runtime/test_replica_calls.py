@@ -140,7 +140,7 @@ def not_finite() -> None:
         inputs, targets = batch(0, 16)
         inputs[11] = math.nan  # row 11 of 2 in each microbatch: number 5, in replica 1
         own = pipeline.own_rows(inputs), pipeline.own_rows(targets)
-        with pytest.raises(LossNotFinite, match="the loss of microbatch 5 in step 0"):
+        with pytest.raises(LossNotFinite, match="the loss of microbatch 5 in step 1"):
             pipeline.step(*own)
         found = pipeline.find_not_finite(*own)
         assert found.finding is not None

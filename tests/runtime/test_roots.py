@@ -92,7 +92,7 @@ def test_calls(stage_ranks: tuple[int, ...]) -> None:
     assert others == [first] * len(others)
     refused, bad, found = first
     assert "inputs has 3 rows, fewer than num_microbatches=4" in refused
-    assert "the loss of microbatch 2 in step 0 is not finite" in bad
+    assert "the loss of microbatch 2 in step 1 is not finite" in bad
     assert (
         f"layer 0 (Overflow) of stage 0 on rank {stage_ranks[0]} gives the first output that is not finite in microbatch 2"
         in found

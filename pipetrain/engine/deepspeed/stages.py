@@ -26,7 +26,7 @@ from pipetrain.optim.optimizer import ByWeight
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime import weights
 from pipetrain.schedule.policy import LastStage, Mode, RecomputePolicy
-from pipetrain.stage.seeding import layer_seed, seed_generators
+from pipetrain.stage.seeding import mix, seed_generators
 from pipetrain.stage.stage import LossFn
 
 _BASE_SEED = 1 << 20
@@ -60,7 +60,7 @@ class Seeds:
         call, layer = divmod(number, _BASE_SEED)
         if call >= _FIRST_FORWARD:
             microbatch = self._first_microbatch + call - _FIRST_FORWARD
-            seed_generators(layer_seed(self._seed, self.step, microbatch, layer), self._device)
+            seed_generators(mix(self._seed, self.step, microbatch, layer), self._device)
 
 
 class StagedModule(PipelineModule):  # type: ignore[misc]
