@@ -33,7 +33,7 @@ _SETTLED_SECONDS = 3.0
 
 _CONTEXT = mp.get_context("forkserver")
 # With what a rank would load by itself when it first makes an optimizer or goes backward, which takes it seconds.
-_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "pipetrain.runtime.pipeline", "pipetrain.train"])
+_CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "pipetrain.runtime.pipeline", "pipetrain.train", "pytest"])
 
 
 @dataclass(frozen=True)

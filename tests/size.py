@@ -24,7 +24,7 @@ ROOMS = {
     "cli": 2770,
     "comm": 4151,
     "config": 2110,
-    "data": 2940,
+    "data": 2943,
     "engine": 1093,
     "launcher": 1058,
     "models": 3821,
