@@ -172,18 +172,25 @@ class Hub:
     def __init__(self, folder: Path, cache: Path) -> None:
         self.folder, self.cache = folder, cache
         self.brought: list[str] = []
+        self.fails_at: str | None = None  # a file at which the network fails, once
 
-    def snapshot_download(self, name: str, *, allow_patterns: list[str], **_: Any) -> str:
+    def snapshot_download(self, name: str, *, allow_patterns: list[str], ignore_patterns: list[str], **_: Any) -> str:
         assert name == NAME
-        target = self.cache / f"models--{NAME.replace('/', '--')}" / "snapshots" / COMMIT
-        target.mkdir(parents=True, exist_ok=True)
-        (target.parent.parent / "refs").mkdir(exist_ok=True)
-        (target.parent.parent / "refs" / "main").write_text(COMMIT)
-        for path in self.folder.iterdir():
-            if any(path.match(pattern) for pattern in allow_patterns) and not (target / path.name).exists():
-                self.brought.append(path.name)
-                part = shutil.copyfile(path, target / f"{path.name}.incomplete")
-                part.rename(target / path.name)  # as the real one: nobody reads half a file
+        home = self.cache / f"models--{NAME.replace('/', '--')}"
+        target, blobs = home / "snapshots" / COMMIT, home / "blobs"
+        for folder in (target, blobs, home / "refs"):
+            folder.mkdir(parents=True, exist_ok=True)
+        (home / "refs" / "main").write_text(COMMIT)
+        for path in sorted(self.folder.iterdir()):
+            wanted = any(path.match(pattern) for pattern in allow_patterns)
+            if any(path.name == pattern for pattern in ignore_patterns) or not wanted or (target / path.name).exists():
+                continue
+            if path.name == self.fails_at:
+                self.fails_at = None
+                raise ConnectionError("the network is down")
+            self.brought.append(path.name)
+            part = shutil.copyfile(path, blobs / f"{path.name}.incomplete")
+            part.rename(target / path.name)  # as the real one: nobody reads half a file
         return str(target)
 
 
@@ -208,6 +215,21 @@ def test_a_model_is_downloaded_once_whoever_asks(hub: Hub) -> None:
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert sorted(hub.brought) == sorted(["config.json", INDEX, "tokenizer.json", *shards])
     check_loadable(find_source(NAME))
+
+
+@pytest.mark.parametrize("weights", ["pretrained", "random"])
+@pytest.mark.parametrize("fails_at", ["config.json", INDEX, "tokenizer.json", "model-00002-of-00002.safetensors"])
+def test_a_download_that_broke_off_is_completed(hub: Hub, fails_at: str, weights: str) -> None:
+    config, hub.fails_at = ModelConfig(name="hf", path=NAME, weights=weights), fails_at
+    small = ["config.json", INDEX, "tokenizer.json"]
+    if weights == "pretrained" or fails_at in small:
+        with pytest.raises(ValueError, match=r"cannot be downloaded \(ConnectionError: the network is down\)"):
+            bring_model(config)
+    bring_model(config)
+    folder = find_source(NAME).folder
+    assert all((folder / name).is_file() for name in small)
+    if weights == "pretrained":
+        check_loadable(find_source(NAME))
 
 
 def test_weights_that_are_drawn_are_not_downloaded(hub: Hub) -> None:

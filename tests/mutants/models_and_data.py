@@ -18,6 +18,13 @@ MUTANTS = (
         ("tests/data/test_chats.py", "-k", "begins_with_an_answer"),
     ),
     Mutant(
+        "config.json arrives before the other small files of a model",
+        "pipetrain/models/hf/source.py",
+        "[*_NESTED, CONFIG]",
+        "_NESTED",
+        ("tests/hf/test_load_source.py", "-k", "broke_off"),
+    ),
+    Mutant(
         "nan is within a range",
         "pipetrain/config/limits.py",
         "(_is_finite(value) and self.holds(value))",

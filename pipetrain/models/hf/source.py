@@ -123,8 +123,7 @@ def find_source(path: str, revision: str | None = None) -> HfSource:
     """The model in this folder, or of this name in the hub's cache. Raises ValueError: it is not here, or its config.json cannot be read."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        cached = cached_folder(path, revision)
-        if cached is None:
+        if (cached := cached_folder(path, revision)) is None:
             nor_name = f", and no model of that name in {_home_of(path).parent}" if is_name(path) else ""
             raise ValueError(
                 f"model.path={path}: there is no such folder{nor_name}; "
@@ -203,16 +202,17 @@ def bring_model(config: ModelConfig, *, timeout_seconds: float = 600.0) -> None:
         return
     if _missing(config, path):
         with _alone(path, timeout_seconds):
-            for _ in range(2):  # first the small files, which say what weights there are
-                if files := _missing(config, path):
-                    _download(path, config.revision, files)
+            if cached_folder(path, config.revision) is None:
+                _download(path, config.revision, _SMALL_FILES, [*_NESTED, CONFIG])
+                _download(path, config.revision, [CONFIG], _NESTED)  # last: where it is, no small file is missing
+            if files := _missing(config, path):
+                _download(path, config.revision, files, _NESTED)
 
 
 def _missing(config: ModelConfig, name: str) -> list[str]:
-    """What to download next."""
-    folder = cached_folder(name, config.revision)
-    if folder is None:
-        return _SMALL_FILES
+    """The files to download that are known so far: config.json, then those of the weights."""
+    if cached_folder(name, config.revision) is None:
+        return [CONFIG]
     return find_source(name, config.revision).missing_files() if config.weights == "pretrained" else []
 
 
@@ -251,9 +251,9 @@ def _size_of(path: Path) -> int:
         return 0
 
 
-def _download(name: str, revision: str | None, files: list[str]) -> None:
+def _download(name: str, revision: str | None, files: list[str], ignored: list[str]) -> None:
     try:
-        _hub(name).snapshot_download(name, revision=revision, allow_patterns=files, ignore_patterns=_NESTED)
+        _hub(name).snapshot_download(name, revision=revision, allow_patterns=files, ignore_patterns=ignored)
     except Exception as error:  # of the hub, of its HTTP library, of the disk: each says what it is in its first line
         raise ValueError(
             f"model.path={name}: there is no such folder, and the model cannot be downloaded ({type(error).__name__}: {reason_of(error)}); check "
