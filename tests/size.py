@@ -31,7 +31,7 @@ ROOMS = {
     "monitor": 3603,
     "optim": 305,
     "plan": 3689,
-    "runtime": 4910,
+    "runtime": 4916,
     "schedule": 6100,
     "snapshot": 1509,
     "stage": 4906,

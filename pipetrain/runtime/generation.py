@@ -213,16 +213,17 @@ class Continuations:
         self.past.begin(length)
         return torch.tensor([[0] * (length - len(row)) + row for row in rows], device=self._device)
 
-    def take(self, tokens: Sequence[int], on_token: OnToken | None) -> None:
-        """Record each sample's next token. A token after a sample's end is not part of its text."""
+    def take(self, chosen: bytes, on_token: OnToken | None) -> bytes:
+        """Record each sample's next token, and return which samples go on. A token after a sample's end is not part of its text."""
         self.num_new += 1
-        for row, token in enumerate(tokens):
+        for row, token in enumerate(torch.frombuffer(bytearray(chosen), dtype=torch.int64).tolist()):
             self._rows[row].append(token)
             if self._open[row]:
                 self.made[row].append(token)
                 self._open[row] = token not in self._request.ends and self.num_new < self._request.max_new_tokens
                 if on_token is not None and on_token(row, token):
                     self._open[row] = False
+        return bytes(self._open)
 
 
 @dataclass
@@ -244,13 +245,17 @@ class Generation:
         self._forms: dict[tuple[int, ...], dict[Op, Form]] = {}  # by the shape of the tokens
 
     def run(self) -> list[Tensor]:
-        """Return the new tokens of each prompt, int64, on every rank. Collective. Raises PipelineError: another rank failed. Also raises
-        what a layer of this rank raises."""
-        samples = self._samples
+        """Return the new tokens of each prompt, int64, on every rank. Collective. Raises PipelineError: another rank failed. Raises
+        ValueError: `on_token` differs between ranks. Also raises what a layer of this rank raises."""
+        samples, last = self._samples, self.plan.stage_ranks[-1]
         while not samples.is_over:
-            chosen, what = self._pass_through(), f"token {samples.num_new}"
-            chosen = self.parts.group.chain.broadcast(chosen, self.plan.stage_ranks[-1], what)
-            samples.take(torch.frombuffer(bytearray(chosen), dtype=torch.int64).tolist(), self.on_token)
+            what, chosen = f"token {samples.num_new}", self._pass_through()
+            told = chosen and chosen + samples.take(chosen, self.on_token)
+            told = self.parts.group.chain.broadcast(told, last, what)
+            if not chosen and samples.take(told[: -len(samples.made)], self.on_token) != told[-len(samples.made) :]:
+                raise ValueError(
+                    f"on_token returned at {what} what it did not return on rank {last}: it must return the same on every rank"
+                )
         return [torch.tensor(tokens) for tokens in samples.made]
 
     def _pass_through(self) -> bytes:

@@ -379,6 +379,7 @@ class Pipeline(StageWeights):
 
         Raises:
             ValueError: prompts that are no token ids or are empty; layers that cannot continue from earlier tokens. The same on every rank.
+                `on_token` returned something else on this rank than on the last stage's.
             PipelineError: another rank failed.
         """
         self._check_open()

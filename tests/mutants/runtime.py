@@ -4,6 +4,13 @@ from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a text may end on one rank alone",
+        "pipetrain/runtime/generation.py",
+        "if not chosen and samples.take(told[: -len(samples.made)], self.on_token) != told[-len(samples.made) :]:",
+        "if not chosen and samples.take(told[: -len(samples.made)], self.on_token) is None:",
+        ("tests/runtime/test_generation.py", "-k", "on_one_rank_alone"),
+    ),
+    Mutant(
         "a wait for a message is no wait of the thread that computes",
         "pipetrain/runtime/executor.py",
         "                with self._lanes.waiting():\n",

@@ -159,6 +159,25 @@ def test_a_rank_that_is_killed_is_named(at_rank: int) -> None:
             assert f"rank {at_rank} is gone" in (outcome.error or ""), outcome
 
 
+def _ended_on_one_rank(at_rank: int) -> None:
+    with Pipeline(model_of("llama"), timeout_seconds=NEVER_SECONDS) as pipeline:
+        seen: list[int] = []
+
+        def on_token(_: int, token: int) -> bool:
+            seen.append(token)
+            return len(seen) == 7 and pipeline.rank == at_rank
+
+        pipeline.generate(SEVERAL, max_new_tokens=10, on_token=on_token)
+
+
+@pytest.mark.parametrize("at_rank", [0, 1])
+def test_a_text_that_ends_on_one_rank_alone_is_an_error(at_rank: int) -> None:
+    """Neither other tokens there, nor a wait for tokens that never come."""
+    first, last = run_outcomes(2, _ended_on_one_rank, at_rank)
+    assert "on_token returned at token 2 what it did not return on rank 1" in (first.error or "")
+    assert "rank 0" in (last.error or "")
+
+
 def test_a_prompt_ends_where_its_end_token_comes() -> None:
     free = greedy("llama", 12)
     ends = [int(free[0][4]), int(free[2][2])]
