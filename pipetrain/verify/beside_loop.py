@@ -197,16 +197,16 @@ def _train(
         subject.before_step(number, list(layers))
         seed_everything(number)
         inputs, targets = subject.batch(number)
-        trace[f"the loss of step {number}"] = step(number, inputs, targets)
+        trace[f"the loss of step {number + 1}"] = step(number, inputs, targets)
         for name, parameter in own.named_parameters():
-            trace[f"the gradient of {name} in step {number}"] = _copy(parameter.grad)
+            trace[f"the gradient of {name} in step {number + 1}"] = _copy(parameter.grad)
         if subject.max_norm is not None:
             clip()
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
         for name, tensor in (*own.named_parameters(), *own.named_buffers()):
-            trace[f"{name} after step {number}"] = _copy(tensor)
+            trace[f"{name} after step {number + 1}"] = _copy(tensor)
     if subject.look is not None:
         trace["what is looked at in the end"] = subject.look(list(layers))
 

@@ -157,7 +157,7 @@ def _differences(case: Case) -> list[tuple[str, float]]:
         if case.num_replicas == 1:
             return 0.0
         # What was trained by the step before differs by rounding, and so does all that follows.
-        return WITHIN if what.endswith((" of step 0", " in step 0")) else WITHIN_AFTER_STEPS
+        return WITHIN if what.endswith((" of step 1", " in step 1")) else WITHIN_AFTER_STEPS
 
     try:
         return list(differences(piped(subject, way), expected, within))

@@ -143,7 +143,7 @@ def test_a_layer_that_cannot_be_recomputed_is_named_among_those_that_can(capfd: 
         (["own_model:no_model", *BATCH], "own_model:no_model: a model of type int cannot be cut"),
         (["own_model:good", "--batch", "own_model:no_model"], "own_model:no_model returned a int: it must return the pair"),
         (["own_model:fails", *BATCH], "own_model:fails: the plain loop fails itself: RuntimeError: mat1 and mat2"),
-        (["own_model:unsure", *BATCH], "own_model:unsure: two plain loops from one seed differ in the loss of step 0"),
+        (["own_model:unsure", *BATCH], "own_model:unsure: two plain loops from one seed differ in the loss of step 1"),
         (["--batch", "own_model:make_batch"], "--batch belongs to MODULE:FUNCTION"),
         (["own_model:good", "--faults"], "MODULE:FUNCTION and --faults are two things to verify: choose one"),
         (["--layers"], "--layers: layers of every kind are tests of pipetrain's repository: type `python tests/zoo/layer_zoo.py` there"),
