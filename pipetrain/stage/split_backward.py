@@ -99,13 +99,13 @@ class LayerCall:
     def deferral_of_i(self) -> Deferral | None:
         """The deferral, if this backward runs in I; None: F has not ended.
 
-        If a layer takes a gradient through its own node while F runs, `start_again` raises, and the layer is refused: in the graph of that
+        If a layer takes a gradient through its own node while F runs, `refuse_layer` raises, and the layer is refused: in the graph of that
         gradient, split functions would sum in another order than torch's nodes.
         """
-        start_again, running = self.deferral.start_again, layer_in_force()
-        if start_again is not None and running is not None and running.layer == self.layer:
-            start_again()
-        return self.deferral if start_again is None else None
+        refuse_layer, running = self.deferral.refuse_layer, layer_in_force()
+        if refuse_layer is not None and running is not None and running.layer == self.layer:
+            refuse_layer()
+        return self.deferral if refuse_layer is None else None
 
 
 IN_FORCE: ContextVar[LayerCall | None] = ContextVar("the layer that runs", default=None)
@@ -133,9 +133,9 @@ class _Late:
 class Deferral:
     """The weight gradients of one (stage, microbatch) that wait from its I to its W."""
 
-    def __init__(self, weights: DeferredWeights, start_again: Callable[[], NoReturn]) -> None:
+    def __init__(self, weights: DeferredWeights, refuse_layer: Callable[[], NoReturn]) -> None:
         self.weights = weights
-        self.start_again: Callable[[], NoReturn] | None = start_again  # None: F has ended
+        self.refuse_layer: Callable[[], NoReturn] | None = refuse_layer  # None: F has ended
         self._late: deque[_Late] = deque()
 
     @property
@@ -239,11 +239,11 @@ class DeferredWeights:
             elif has_compiled(layer):
                 self.tell(number, "it is compiled, at least in part")
 
-    def begin(self, start_again: Callable[[], NoReturn]) -> Deferral:
-        """The deferral of one microbatch, from its F to its W. `start_again` raises out of a layer that cannot run with hooks."""
+    def begin(self, refuse_layer: Callable[[], NoReturn]) -> Deferral:
+        """The deferral of one microbatch, from its F to its W. `refuse_layer` raises out of a layer that cannot run with hooks."""
         if not self._in_flight:
             self._look_for_hooks()
-        deferral = Deferral(self, start_again)
+        deferral = Deferral(self, refuse_layer)
         self._in_flight.add(deferral)
         return deferral
 
@@ -263,7 +263,7 @@ class DeferredWeights:
 
     def end_forward(self, deferral: Deferral, roots: Iterable[GradientEdge | None]) -> None:
         """End F: find in the graph below `roots`, from which I will run, other readers of the weights that split functions got."""
-        deferral.start_again = None
+        deferral.refuse_layer = None
         if not self._meets_new:
             return
         self._meets_new = False

@@ -279,7 +279,7 @@ MUTANTS = (
     Mutant(
         "a layer that takes gradients goes on with halves",
         "pipetrain/stage/split_backward.py",
-        "            start_again()\n",
+        "            refuse_layer()\n",
         "            pass\n",
         ("tests/runtime/test_deferred.py", "-k", "begins_later"),
     ),
