@@ -247,15 +247,14 @@ class Generation:
     def run(self) -> list[Tensor]:
         """Return the new tokens of each prompt, int64, on every rank. Collective. Raises PipelineError: another rank failed. Raises
         ValueError: `on_token` differs between ranks. Also raises what a layer of this rank raises."""
-        samples, last = self._samples, self.plan.stage_ranks[-1]
+        samples, last, rows = self._samples, self.plan.stage_ranks[-1], len(self.request.prompts)
         while not samples.is_over:
             what, chosen = f"token {samples.num_new}", self._pass_through()
-            told = chosen and chosen + samples.take(chosen, self.on_token)
-            told = self.parts.group.chain.broadcast(told, last, what)
-            if not chosen and samples.take(told[: -len(samples.made)], self.on_token) != told[-len(samples.made) :]:
-                raise ValueError(
-                    f"on_token returned at {what} what it did not return on rank {last}: it must return the same on every rank"
-                )
+            message = chosen and chosen + samples.take(chosen, self.on_token)
+            message = self.parts.group.chain.broadcast(message, last, what)
+            tokens, going_on = message[:-rows], message[-rows:]
+            if not chosen and samples.take(tokens, self.on_token) != going_on:
+                raise ValueError(f"on_token ended other texts on rank {last} at {what}: return the same on every rank")
         return [torch.tensor(tokens) for tokens in samples.made]
 
     def _pass_through(self) -> bytes:

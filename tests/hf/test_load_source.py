@@ -19,6 +19,7 @@ from pipetrain.models.hf.pruned import causal_class, config_of, pruned_model
 from pipetrain.models.hf.source import INDEX, WEIGHTS, bring_model, cached_folder, check_loadable, find_source
 
 NAME, COMMIT = "someone/small-1.5", "0123456789abcdef0123456789abcdef01234567"
+SMALL = ("config.json", INDEX, "tokenizer.json")  # of a model with shards
 CONFIG = {"model_type": "llama", "torch_dtype": "bfloat16"}
 
 
@@ -213,28 +214,31 @@ def test_a_model_is_downloaded_once_whoever_asks(hub: Hub) -> None:
     for thread in asking:
         thread.join()
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    assert sorted(hub.brought) == sorted(["config.json", INDEX, "tokenizer.json", *shards])
+    assert sorted(hub.brought) == sorted([*SMALL, *shards])
     check_loadable(find_source(NAME))
 
 
-@pytest.mark.parametrize("weights", ["pretrained", "random"])
-@pytest.mark.parametrize("fails_at", ["config.json", INDEX, "tokenizer.json", "model-00002-of-00002.safetensors"])
+@pytest.mark.parametrize(
+    ("fails_at", "weights"),
+    [
+        *((name, weights) for name in SMALL for weights in ("pretrained", "random")),
+        ("model-00002-of-00002.safetensors", "pretrained"),
+    ],
+)
 def test_a_download_that_broke_off_is_completed(hub: Hub, fails_at: str, weights: str) -> None:
     config, hub.fails_at = ModelConfig(name="hf", path=NAME, weights=weights), fails_at
-    small = ["config.json", INDEX, "tokenizer.json"]
-    if weights == "pretrained" or fails_at in small:
-        with pytest.raises(ValueError, match=r"cannot be downloaded \(ConnectionError: the network is down\)"):
-            bring_model(config)
+    with pytest.raises(ValueError, match=r"cannot be downloaded \(ConnectionError: the network is down\)"):
+        bring_model(config)
     bring_model(config)
-    folder = find_source(NAME).folder
-    assert all((folder / name).is_file() for name in small)
+    source = find_source(NAME)
+    assert all((source.folder / name).is_file() for name in SMALL)
     if weights == "pretrained":
-        check_loadable(find_source(NAME))
+        check_loadable(source)
 
 
 def test_weights_that_are_drawn_are_not_downloaded(hub: Hub) -> None:
     bring_model(ModelConfig(name="hf", path=NAME, weights="random"))
-    assert sorted(hub.brought) == ["config.json", INDEX, "tokenizer.json"]
+    assert sorted(hub.brought) == list(SMALL)
     bring_model(ModelConfig(name="hf", path=NAME))  # now they are wanted, and nothing else
     assert len(hub.brought) == 5
 

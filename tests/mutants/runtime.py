@@ -6,8 +6,8 @@ MUTANTS = (
     Mutant(
         "a text may end on one rank alone",
         "pipetrain/runtime/generation.py",
-        "if not chosen and samples.take(told[: -len(samples.made)], self.on_token) != told[-len(samples.made) :]:",
-        "if not chosen and samples.take(told[: -len(samples.made)], self.on_token) is None:",
+        "samples.take(tokens, self.on_token) != going_on:",
+        "samples.take(tokens, self.on_token) is None:",
         ("tests/runtime/test_generation.py", "-k", "on_one_rank_alone"),
     ),
     Mutant(

@@ -172,9 +172,9 @@ def _ended_on_one_rank(at_rank: int) -> None:
 
 @pytest.mark.parametrize("at_rank", [0, 1])
 def test_a_text_that_ends_on_one_rank_alone_is_an_error(at_rank: int) -> None:
-    """Neither other tokens there, nor a wait for tokens that never come."""
+    """Else the ranks would go on with different texts, or wait for tokens that never come."""
     first, last = run_outcomes(2, _ended_on_one_rank, at_rank)
-    assert "on_token returned at token 2 what it did not return on rank 1" in (first.error or "")
+    assert "on_token ended other texts on rank 1 at token 2" in (first.error or "")
     assert "rank 0" in (last.error or "")
 
 

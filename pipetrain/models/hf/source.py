@@ -204,7 +204,7 @@ def bring_model(config: ModelConfig, *, timeout_seconds: float = 600.0) -> None:
         with _alone(path, timeout_seconds):
             if cached_folder(path, config.revision) is None:
                 _download(path, config.revision, _SMALL_FILES, [*_NESTED, CONFIG])
-                _download(path, config.revision, [CONFIG], _NESTED)  # last: where it is, no small file is missing
+                _download(path, config.revision, [CONFIG], _NESTED)  # last: it marks the small files as complete
             if files := _missing(config, path):
                 _download(path, config.revision, files, _NESTED)
 
