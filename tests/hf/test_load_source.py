@@ -181,7 +181,9 @@ class Hub:
         target, blobs = home / "snapshots" / COMMIT, home / "blobs"
         for folder in (target, blobs, home / "refs"):
             folder.mkdir(parents=True, exist_ok=True)
-        (home / "refs" / "main").write_text(COMMIT)
+        part = home / "refs" / f"main.{threading.get_ident()}.tmp"
+        part.write_text(COMMIT)
+        part.rename(home / "refs" / "main")  # as the real one: nobody reads a name without its commit
         for path in sorted(self.folder.iterdir()):
             wanted = any(path.match(pattern) for pattern in allow_patterns)
             if any(path.name == pattern for pattern in ignore_patterns) or not wanted or (target / path.name).exists():
