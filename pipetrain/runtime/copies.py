@@ -33,7 +33,7 @@ Tensors = Mapping[str, Tensor]  # by name in the whole model; all replicas have 
 
 def carry(num_bytes: int, source: Tensor | None, *, wanted: bool, by: Callable[[bytes | None], bytes]) -> Tensor:
     """Transfer the bytes of `source`, a tensor on one rank and None on the others. Returns them as a uint8 host tensor if `wanted`, else
-    an empty one. Collective. The bytes travel in pieces of 16 MiB; `by` gets a piece of `source` or None, and returns what this rank got."""
+    an empty one. Collective. The bytes travel in pieces of 16 MiB; `by` gets a piece of `source` or None, and returns the one received."""
     data = None if source is None else source.detach().cpu().contiguous().flatten().view(torch.uint8)
     came = torch.empty(num_bytes if wanted else 0, dtype=torch.uint8)
     for start in range(0, num_bytes, _PIECE_BYTES):
@@ -57,7 +57,7 @@ def _send_over(own: Tensor | None, num_bytes: int, root: int, what: str, chain: 
 
 
 def make_one(tied: Iterable[tuple[str, str]], layers: Layers) -> None:
-    """Where `tied` says that names are one parameter, put the first one's parameter in place of the others, among this rank's layers.
+    """`tied` has pairs of names that are one parameter. Among this rank's layers, put the first name's parameter in place of the others'.
     Raises ValueError: the parameters differ in shape, or a layer has no parameter of that name."""
     for names in groups_of(tied):
         first: nn.Parameter | None = None
