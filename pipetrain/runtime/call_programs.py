@@ -195,7 +195,7 @@ class Proving:
 
 
 def _in_turn(program: Program, turn: int, idle: frozenset[int]) -> Places:
-    """Return a (stage, microbatch) pair per stage; the next `turn` takes the next one. In a stage with R, only microbatches with R count."""
+    """Return a (stage, microbatch) pair per stage; the next `turn` takes the next one. If a stage has R, only microbatches with R count."""
     found: dict[int, list[int | None]] = {}
     for kind in (Kind.F, Kind.R):
         order: dict[int, list[int | None]] = {}

@@ -52,7 +52,7 @@ class Step:
     weights: Sequence[float] = ()  # the factor of each microbatch's loss
     shares: Sequence[float] = ()  # each microbatch's share of the batch
     idle: frozenset[int] = frozenset()  # microbatches whose weight in the loss is 0: their ops do nothing
-    whole_inputs: Mapping[int, str] = field(default_factory=dict)  # index of a `Whole` leaf -> why no layer may change it in place
+    whole_inputs: Mapping[int, str] = field(default_factory=dict)  # by index of a `Whole` leaf: why it is read-only
     whole_targets: Mapping[int, str] = field(default_factory=dict)  # likewise
     first_microbatch: int = 0  # the number of this replica's first microbatch, counted over all replicas
     scale: float = 1.0  # the factor of all gradients
@@ -61,8 +61,8 @@ class Step:
     on_op: Callable[[Op], None] | None = None  # called before each op
     explain: Callable[[Exception, int], Exception | None] | None = None  # given an error and its stage: a clearer error
     outputs: dict[int, Any] = field(default_factory=dict)
-    proved: Places = frozenset()  # (stage, microbatch) whose F inspects the layers, and whose R, if any, is compared with F
-    witnessed: Places = frozenset()  # (stage, microbatch) whose F and R are compared by checksums
+    proved: Places = frozenset()  # (stage, microbatch): F inspects the layers, and R, if any, is compared with F
+    witnessed: Places = frozenset()  # (stage, microbatch): F and R are compared by checksums
 
 
 class _Boundary(NamedTuple):
@@ -91,7 +91,7 @@ class Executor:
         shared: SharedGradients | None = None,
     ) -> None:
         self.before_op: Callable[[Op, int], None] | None = None  # called before each op of a training step
-        self.copies: HostCopies | None = None  # copies sets to host memory and back; None: the schedule offloads nothing
+        self.copies: HostCopies | None = None  # to host memory and back; None: the schedule offloads nothing
         self.on_call: OnCall | None = None
         self.rank, self._stages, self._transport, self._lanes = rank, stages, transport, lanes
         self._monitor, self._board = monitor, board

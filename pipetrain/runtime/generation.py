@@ -1,4 +1,4 @@
-"""Generates text token by token over the stages: first it runs the prompts, then each new token. Layers keep what they need of earlier tokens.
+"""Generates text token by token over the stages: first the prompts, then each new token. Layers keep what they need of earlier tokens.
 
 rank 0   F(0)          F(1)             pass k: this rank's stages run the new tokens of all samples
 rank 1        F(0)→t0       F(1)→t1     the last stage's rank chooses the next tokens, and sends them to all ranks

@@ -83,8 +83,8 @@ def _copies_another(other: Op, op: Op) -> bool:
 class Program:
     """The ops of one rank, numbered from 0: compute lane, recompute lane, other queues; or all in launch order if the schedule has one.
 
-    `queues[q]` has the numbers of one queue; compute and recompute lane come last, as the executor starts the first queue's op that may
-    start. `followers[n]` has the ops that wait for op n. `recomputed` has the (stage, microbatch) with an R: the others keep the set of F.
+    `queues[q]` has the numbers of one queue. The executor tries the queues in this order, so compute and recompute lane come last.
+    `followers[n]` has the ops that wait for op n. `recomputed` has the (stage, microbatch) with an R; all others keep the set of F.
     """
 
     schedule: Schedule
@@ -94,7 +94,7 @@ class Program:
     queues: tuple[range, ...]
     followers: tuple[tuple[int, ...], ...]
     recomputed: Places
-    reduces: tuple[Op, ...]
+    reduces: tuple[Op, ...]  # the REDUCE_GRAD ops
     num_waits: tuple[int, ...]  # for how many ops the loop waits before each op: `waits` without `waits_of_thread`
     starts: tuple[int, ...]  # the first op of each queue
 

@@ -42,8 +42,8 @@ from pipetrain.stage.seeding import generators_restored
 
 
 class CallRunner:
-    """Runs calls on the stages of one rank, together with the other ranks of `parts.group`. To make one raises PipelineError if a rank that
-    holds a neighbouring stage cannot be reached."""
+    """Runs calls on the stages of one rank, together with the other ranks of `parts.group`. The constructor raises PipelineError: a
+    rank that holds a neighbouring stage cannot be reached."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class CallRunner:
         self._parts.meter.exclude([*parameters_in(modules), *buffers_in(modules)])
 
     def loss_of(self, step: Step) -> Tensor:
-        """Return the loss over all replicas, 0-dim, on every rank's host. Collective. Raises LossNotFinite: that of a microbatch."""
+        """Return the loss over all replicas, 0-dim, on every rank's host. Collective. Raises LossNotFinite."""
         return loss_of_all(step, self._plan.stage_ranks[-1], self._group, self._parts.fetch)
 
     def close(self) -> None:
