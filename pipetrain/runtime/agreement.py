@@ -1,4 +1,4 @@
-"""Makes all ranks agree: on the arguments when a pipeline is made; on kind, shapes and trained weights before each call."""
+"""Makes all ranks agree: on the arguments when a pipeline is made; on the kind, shapes and trained weights of each call."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Introduction:
     counts: bool = False  # whether this rank was given a count_fn
     loss_reduction: str = "mean"
     carrier: str = ""  # of messages between stages
-    gpu: str = ""  # this rank's GPU, if no other rank may use it (NCCL); else empty
+    gpu: str = ""  # this rank's GPU if NCCL carries messages: then no other rank may use it; else empty
     problem: str = ""
 
     def tell(self, plan: Plan, schedule: str, group: Group) -> None:
@@ -74,8 +74,8 @@ def introduced(group: Group) -> Iterator[Introduction]:
 def introduce(own: Introduction, everyone: Everyone, own_rank: int) -> None:
     """Send rank 0's introduction to all ranks. Each rank compares it with its own and sends the difference to all ranks. Collective.
 
-    Raises ValueError, the same on every rank: the `problem` of the lowest rank that has one; or it names a rank that differs from rank 0,
-    or two ranks on one GPU.
+    Raises ValueError, the same on every rank. It is that of the lowest rank with a mistake: the rank's `problem`, its difference from
+    rank 0, or its sharing a GPU with a lower rank.
     """
     what = "the other ranks' plans"
     first = Introduction(**json.loads(everyone.broadcast(json.dumps(asdict(own)).encode(), what)))
@@ -116,10 +116,10 @@ def _mistake(rank: int, own: Introduction, first: Introduction) -> str:
 class Call:
     """One call of the pipeline, as this rank knows it.
 
-    `described` has two flags: whether messages on edges to the stage before carry their form (`comm/forms.py`), and those on edges to the
-    stage after.
+    `described`: whether messages carry their form (shapes and dtypes, `comm/forms.py`); one flag for the edges before this rank's stages,
+    one for those after.
     `first_backward` is the first stage with a parameter that needs a gradient. A rank may know only the stages up to its own. If none of
-    them needs a gradient, its `first_backward` may be `num_stages`, with the same effect. Ops of the microbatches `idle` do nothing.
+    them needs a gradient, it may have `num_stages` here: it runs no backward in either case. Ops of the microbatches `idle` do nothing.
     `weights` has the weight of each microbatch in the loss of all replicas; None if there is one replica and its targets are not counted.
     """
 
@@ -130,15 +130,15 @@ class Call:
     described: tuple[bool, bool]
     idle: frozenset[int] = frozenset()
     weights: list[float] | None = None
-    left: tuple[tuple[int, str, int], ...] = ()  # tensors left for other stages (`runtime/skips.py`)
+    left: tuple[tuple[int, str, int], ...] = ()  # tensors that a stage leaves for other stages (`runtime/skips.py`)
 
 
 class Calls:
     """Agrees with the other ranks on each call: the rank of stage 0 describes the call, and each rank adds what it knows of its stages.
 
-    If stages are placed in the order of the ranks, one message goes down the chain: a rank needs to know only the stages up to its own.
-    With any other placement, counted targets or shared parameters, a message goes up the chain, and its result down to all ranks.
-    Counted targets need this because only the last stage's rank can tell which microbatches have no weight in the loss.
+    If stages are placed in the order of the ranks, one message passes from the first rank to the last: a rank needs to know only the stages
+    up to its own. With any other placement, counted targets or shared parameters, a message passes from the last rank to the first, and its
+    result to all. Counted targets need this because only the last stage's rank knows which microbatches have no weight in the loss.
 
     Then ranks with the same stages in all replicas exchange what they know. Microbatches are weighted by their counts in all replicas.
     If one replica finds an error in its batch, all replicas raise it.
@@ -155,17 +155,17 @@ class Calls:
         self._stages = stages
         is_in_order = all(low <= high for low, high in itertools.pairwise(plan.stage_ranks))
         self._goes_down = is_in_order and copies is None
-        # On the rank of stage 0: kind and shapes of a call -> its number; that number -> plain values in the inputs of the latest such call.
+        # On the rank of stage 0: kind and shapes of a call -> signature; signature -> plain values in the inputs of the latest such call.
         self._signatures: dict[Any, int] = {}
         self._values: dict[int, str] = {}
         self._forms: dict[int, dict[Op, Form]] = {}
-        # (signature, 0: edges before, 1: edges after) -> (number of changes at the latest call, microbatches whose forms both ends know)
+        # (signature, edges; 0: before, 1: after) -> (`_num_changes` at the latest call, microbatches whose forms both ends know)
         self._told: dict[tuple[int, int], tuple[int, frozenset[int]]] = {}
         self._trainable: dict[int, list[bool]] = {}  # of this rank's stages, which parameters need a gradient
         self._num_changes = 0  # of `requires_grad` of parameters, and of plain values in the inputs
 
     def forms(self, call: Call) -> dict[Op, Form]:
-        """The forms of the messages of calls with this signature; a call that is `described` fills them in."""
+        """The forms of messages in calls with this signature. Messages that carry their form, as `described` says, fill them in."""
         return self._forms.setdefault(call.signature, {})
 
     def agree(
@@ -181,8 +181,8 @@ class Calls:
     ) -> Call:
         """Agree on the call of this `kind` (`step`, `evaluate`, `call`) at `step`: every rank returns it, or every rank raises. Collective.
 
-        `inputs`, and a `mistake` that is known already, are read on the rank of stage 0. `count` counts the targets on the rank of the last
-        stage. `left` are tensors that this rank's stages leave for others.
+        `inputs`, and `mistake`, an error that the caller has found, are read on the rank of stage 0. `count` counts the targets on the rank
+        of the last stage. `left` are tensors that this rank's stages leave for other stages.
 
         Raises ValueError, the same on every rank: `mistake`, inputs or targets that cannot be cut or counted, or a shared parameter that
         only one stage trains; PipelineError: another rank failed, called something else, or trains other parameters.
@@ -229,7 +229,7 @@ class Calls:
         return self._call_of(header, changes, None if weights is None else weights[self._replicas.rank])
 
     def _header_of(self, kind: str, inputs: Any, *, is_training: bool, mistake: str | None) -> dict[str, Any]:
-        """Return the header of a call for the other ranks; for a mistake, a header with that error, which every rank then raises."""
+        """Return the header of a call, for all ranks. If the call has a mistake, the header has an error, which every rank then raises."""
         most = self._most_microbatches
         try:
             if mistake:
@@ -279,7 +279,7 @@ class Calls:
 
     def _call_of(self, header: Mapping[str, Any], changes: tuple[int, int], weights: list[float] | None) -> Call:
         number, m = header["signature"], header["num_microbatches"]
-        # Besides a count of 0: a count may be so small beside the others that its weight is rounded to 0.
+        # A weight is 0 if the count is 0, or if it is so small beside the other counts that the weight rounds to 0.
         idle = frozenset() if weights is None else frozenset(n for n, weight in enumerate(weights) if weight == 0)
         run = frozenset(range(m)) - idle
         described = self._carries_forms((number, 0), changes[0], run), self._carries_forms((number, 1), changes[1], run)
@@ -287,7 +287,7 @@ class Calls:
         return Call(m, header["rows"], number, header["first_backward"], described, idle, weights, left)
 
     def _carries_forms(self, edges: tuple[int, int], num_changes: int, microbatches: frozenset[int]) -> bool:
-        """Whether messages of `microbatches` over these edges must carry their form in this call. After it both ends know the forms."""
+        """Whether messages of `microbatches` over these edges must carry their form in this call. After the call both ends know it."""
         told_at, told = self._told.get(edges, (num_changes, frozenset[int]()))
         if told_at != num_changes:
             told = frozenset()
@@ -298,7 +298,7 @@ class Calls:
 def _weights_of(headers: Sequence[Mapping[str, Any]]) -> tuple[list[list[float]], str | None]:
     """Return the weight of each microbatch of each replica in the loss of all replicas, and the error in the counts or None. A weight is
     the microbatch's part of all counts, or of all rows if targets are not counted."""
-    counts = [  # targets without rows were counted for the most microbatches of a call
+    counts = [  # targets without rows have a count for each microbatch of the plan; this call may have fewer microbatches
         one["counts"][: one["num_microbatches"]]
         if "counts" in one
         else row_counts(one["rows"], one["num_microbatches"])

@@ -18,7 +18,7 @@ from pipetrain.stage.leaves import first_named
 
 _LONGEST_TIMEOUT_SECONDS = 1e9  # some thirty years; threads cannot wait for much longer
 MEAN, SUM = "mean", "sum"  # values of loss_reduction
-_SEEDS = range(-(1 << 63), 1 << 64)  # that torch.manual_seed takes
+_SEEDS = range(-(1 << 63), 1 << 64)  # those that torch.manual_seed takes
 
 
 def is_number(value: Any) -> bool:
@@ -27,7 +27,7 @@ def is_number(value: Any) -> bool:
 
 
 def checked_timeout(seconds: Any) -> float:
-    """Return the timeout as a float. Raises ValueError: `seconds` is not a number, or not more than 0 and at most 1e9."""
+    """Return the timeout as a float. Raises ValueError: `seconds` is not a number, not more than 0, or more than 1e9."""
     if not is_number(seconds) or not 0 < seconds <= _LONGEST_TIMEOUT_SECONDS:
         raise ValueError(
             f"timeout_seconds={seconds!r}: the longest wait for another rank, a number of seconds more than 0 and at most 1e9"
@@ -43,8 +43,8 @@ def checked_seed(seed: Any) -> int:
 
 
 def check_functions(loss_fn: Any, count_fn: Any, on_event: Any, on_call: Any, layers: Iterable[Any]) -> None:
-    """Refuse what cannot be called, and a loss with trainable parameters that are in no layer: the pipeline would neither list, save nor
-    clip them. Raises ValueError, which names the argument or the parameters."""
+    """Refuse an argument that cannot be called, and a loss with trainable parameters that are in no layer: the pipeline would neither list,
+    save nor clip them. Raises ValueError, which names the argument or the parameters."""
     takes = {
         "loss_fn": (loss_fn, "an output and its target"),
         "count_fn": (count_fn, "a microbatch's target"),
@@ -66,7 +66,7 @@ def check_functions(loss_fn: Any, count_fn: Any, on_event: Any, on_call: Any, la
 
 
 def mistake_in_step(scale: Any) -> str | None:
-    """Return why a step of this `scale` may not run now; None if it may."""
+    """Return why a step may not run now: `scale` is invalid, or gradients are switched off. None: it may."""
     if not is_number(scale) or not math.isfinite(scale) or scale == 0:
         return f"step was given scale={scale!r}: a finite number other than 0 is needed, as it multiplies the gradients"
     if torch.is_grad_enabled():
@@ -85,8 +85,8 @@ def checked_reduction(reduction: Any) -> str:
 
 
 def check_loss_is_local(loss_fn: Any, layers: Mapping[int, nn.Module], plan: Plan) -> None:
-    """Refuse a loss that reads layers of another rank: attributes that their forward sets exist on that rank only. `layers` are the layers
-    that this rank knows: all, or only its own if callables make the layers. Raises ValueError, which names one such layer."""
+    """Refuse a loss that reads layers of another rank, because attributes that their forward sets exist on that rank only. `layers` are the
+    layers that this rank knows: all, or only its own if callables make the layers. Raises ValueError, which names one such layer."""
     is_near = {number: plan.stage_ranks[plan.stage_of(number)] == plan.stage_ranks[-1] for number in layers}
     near = {module for number, layer in layers.items() if is_near[number] for module in layer.modules()}
     far: dict[nn.Module, int] = {}
@@ -133,7 +133,7 @@ def check_batch(batch: Any, name: str, rows: int | None, *, with_graph: bool) ->
 
 
 def _is_plain(leaf: Any) -> bool:
-    """Whether `leaf` is an ordinary tensor that needs no gradient, as most are: nothing is wrong with such a leaf."""
+    """Whether `leaf` is an ordinary tensor that needs no gradient. Most leaves are, and such a leaf needs no other check."""
     return type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.requires_grad and not leaf.is_inference()
 
 

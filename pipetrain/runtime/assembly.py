@@ -53,7 +53,7 @@ class Assembly:
         **numbers: Any,
     ) -> Plan:
         """Return the given plan, or one made from `numbers`. With the balance `auto`, the plan gets the balance with the shortest simulated
-        step, unless stages would then share more parameters and states."""
+        step, unless stages would then share more parameters, buffers or modules."""
         grid, work = self.group.grid, self.spec.size.flops_per_layer
         numbers |= {"num_ranks": grid.stage, "num_replicas": grid.replica, "order": grid.order, "balance": balance}
         made = plan_of(plan, self.spec.num_layers, work=work, **numbers)
@@ -71,8 +71,8 @@ class Assembly:
         return best
 
     def build(self, plan: Plan, *, is_balanced: bool) -> None:
-        """Build this rank's layers, and find what stages share. `is_balanced`: the balance was chosen automatically, so a stage without
-        parameters is refused."""
+        """Build this rank's layers, and find the parameters and states that stages share. `is_balanced`: the balance was chosen
+        automatically, so a stage without parameters is refused."""
         spec = self.spec
         self.ties = check_sharing(spec, plan.stage_of)
         self.shared = SharedState(spec.modules, plan.stage_of)
@@ -131,13 +131,13 @@ class Assembly:
         return SharedGradients(copies, of_parts, now=self.named_parameters, runs_ahead=self.lanes.device.runs_ahead)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters with their names in the whole model; a parameter of two stages is named as in the lower stage."""
+        """This rank's parameters with their names in the whole model; a parameter that two stages share has its name in the lower one."""
         return ((self.copies.name(name), parameter) for name, parameter in named_parameters(self.layers))
 
     @property
     def fingerprint(self) -> str:
-        """A text about the model that must be the same on every rank. It includes ties: a rank without them would skip a sum for which
-        another rank waits."""
+        """A text about the model that must be the same on every rank. It includes shared parameters: a rank that does not know of one
+        would skip the all-reduce of its gradients, for which another rank waits."""
         tied = {"tied": self.spec.tied} if self.spec.tied else {}
         return json.dumps({**self.spec.fingerprint, **tied}, sort_keys=True)
 
@@ -153,8 +153,8 @@ def check_has_parameters(stage: int, layers: Sequence[nn.Module], numbers: range
 
 
 def kept_layers(entries: Sequence[str], layers: Mapping[int, nn.Module], num_layers: int) -> set[int]:
-    """Return the layers of this rank that `recompute.keep_layers` names, by their index in the model. Raises ValueError, with the nearest
-    class: this rank has all layers, and none is of a class that an entry names."""
+    """Return the layers of this rank that `recompute.keep_layers` names, by their index in the model. Raises ValueError, which
+    suggests the most similar class: this rank has all layers, and none is of a class that an entry names."""
     kinds = {type(layer).__name__ for layer in layers.values()}
     kept: set[int] = set()
     for text in entries:
@@ -167,7 +167,7 @@ def kept_layers(entries: Sequence[str], layers: Mapping[int, nn.Module], num_lay
 
 
 def _num_shared(spec: ModelSpec, plan: Plan) -> float:
-    """Return how many parameters and states stages share; infinity if they share what they may not, or if a stage has no parameters."""
+    """Return the number of parameters and states that stages share; infinity if a stage has no parameters, or the sharing is refused."""
     try:
         for stage in range(plan.num_stages):
             known = [spec.modules[index] for index in plan.layers_of(stage) if index in spec.modules]

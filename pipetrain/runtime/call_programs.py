@@ -31,11 +31,11 @@ _Key = tuple[str, int, int]  # kind of call, number of microbatches, first stage
 
 
 class Programs:
-    """A program for each kind of call: training or not, the number of microbatches, the first stage with a backward.
+    """Makes one program for each kind of call: training or not, the number of microbatches, the first stage with a backward.
 
     `runs_ahead`: the host launches ops ahead of the device, in an order that all ranks share. `tied` are the pairs of stages that share
-    parameters; a schedule gets a REDUCE_GRAD for each. `work` has the relative time of each layer. If the policy does not say which layers
-    make a part, the parts of a stage get about equal work; with `work=None`, about equal numbers of layers.
+    parameters; a schedule gets REDUCE_GRADs for each pair. `work` has the relative time of each layer. If the policy does not say which
+    layers form a part, the parts of a stage get about equal work; with `work=None`, about equal numbers of layers.
 
     Raises ValueError: the given schedule does not fit this plan; ScheduleError: it could deadlock, or does not do what its policy says.
     """
@@ -66,13 +66,13 @@ class Programs:
         self.whole()
 
     def describe(self) -> str:
-        """Return a text to compare ranks by: the same if family, policy and the order of ops in every lane are the same."""
+        """Return a text that is equal on two ranks if family, policy and the order of ops in every lane are equal."""
         schedule = self.whole().schedule
         lanes = [[list(map(str, schedule.lane(rank, lane))) for lane in Lane] for rank in range(schedule.num_ranks)]
         return f"{schedule.family} {schedule.policy} {hashlib.sha256(repr(lanes).encode()).hexdigest()[:12]}"
 
     def whole(self) -> Program:
-        """The program of `step` if every stage needs gradients; for a given `Schedule`, with the backwards that it has."""
+        """The program of `step` if every stage needs gradients; of a given `Schedule`, all of its backwards."""
         return self.training(0 if self._given is None else self._given.first_backward)
 
     def training(self, first_backward: int) -> Program:
@@ -105,10 +105,10 @@ class Programs:
 def with_shortest_step(
     plan: Plan, given: GivenSchedule, policy: RecomputePolicy, work: Sequence[float] | None
 ) -> tuple[Plan, str]:
-    """Return the plan with the balance (layers per stage) of the shortest simulated step, and a line about the new balance for the log. The
-    line is empty if the balance has not changed.
+    """Return the plan with the balance (layers per stage) of the shortest simulated step, and a line for the log; empty: no new balance.
 
-    B takes as long as two F, R as one, a hop no time. `work` has the relative time of each layer; None: all take the same time.
+    In this simulation B takes twice the time of F, R the same time as F, a transfer no time. `work` has the relative time of each layer;
+    None: all layers take the same time.
     """
     fixed = given if isinstance(given, Schedule) else None
     if fixed is not None:
@@ -162,8 +162,8 @@ class Proving:
         self._recomputed: tuple[Program | None, list[tuple[int, list[int | None]]]] = (None, [])  # by stage
 
     def choose(self, signature: int, step: int, program: Program, idle: frozenset[int] = frozenset()) -> Places:
-        """Return the (stage, microbatch) pairs to verify in this step. `signature` is that of its `Call`; microbatches in `idle` do not
-        run."""
+        """Return the (stage, microbatch) pairs to verify: their F inspects the layers, and their R, if they have one, is compared with F.
+        `signature` is that of the step's `Call`; microbatches in `idle` do not run."""
         if self._verify == OFF:
             return _NOTHING
         kind = (signature, *self._flags())
@@ -180,7 +180,7 @@ class Proving:
         return _NOTHING if rest else _in_turn(program, turn, idle) & program.recomputed
 
     def witnessed(self, step: int, program: Program) -> Places:
-        """Return one (stage, microbatch) pair per stage, whose F and R take checksums; the next step takes the next microbatch."""
+        """Return a (stage, microbatch) pair per stage with an R, to compare F and R by checksums. The next step takes the next one."""
         if self._verify == OFF:
             return _NOTHING
         if self._recomputed[0] is not program:
@@ -195,7 +195,7 @@ class Proving:
 
 
 def _in_turn(program: Program, turn: int, idle: frozenset[int]) -> Places:
-    """Return one microbatch of each stage, the next one for the next `turn`: of those with an R, or if there is none, of all."""
+    """Return a (stage, microbatch) pair per stage; the next `turn` takes the next one. If a stage has R, only microbatches with R count."""
     found: dict[int, list[int | None]] = {}
     for kind in (Kind.F, Kind.R):
         order: dict[int, list[int | None]] = {}

@@ -3,8 +3,8 @@
     stage 0, rank 0    .grad = what B0 .. B7 of the embedding gave     ----+        .grad = the sum
     stage 3, rank 3    .grad = what B0 .. B7 of the head gave          ----+-->     .grad = the sum, the same bits
 
-A sum of two has the same bits in either order. So the copies stay equal if both ranks have the same optimizer. Copies and
-replicas are made equal at the start; replicas can be compared again during training.
+A sum of two has the same bits in either order, so the copies stay equal if both ranks have the same optimizer. Copies and
+replicas are made equal at the start; replicas can be compared during training.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _PIECE_BYTES = 1 << 24
 _WHAT = "the weights of the replicas"
 
 Layers = Mapping[int, nn.Module]  # by global index
-Tensors = Mapping[str, Tensor]  # by the name in the whole model, the same ones in the same order in each replica
+Tensors = Mapping[str, Tensor]  # by name in the whole model; all replicas have the same names in the same order
 
 
 def carry(num_bytes: int, source: Tensor | None, *, wanted: bool, by: Callable[[bytes | None], bytes]) -> Tensor:
-    """Transfer the bytes of `source`, a tensor on one rank and None on the others. Returns them as a uint8 host tensor where `wanted`, else
-    an empty one. Collective. The bytes travel in pieces of 16 MiB; `by` takes a piece or None, and returns the piece that this rank got."""
+    """Transfer the bytes of `source`, a tensor on one rank and None on the others. Returns them as a uint8 host tensor if `wanted`, else
+    an empty one. Collective. The bytes travel in pieces of 16 MiB; `by` gets a piece of `source` or None, and returns the one received."""
     data = None if source is None else source.detach().cpu().contiguous().flatten().view(torch.uint8)
     came = torch.empty(num_bytes if wanted else 0, dtype=torch.uint8)
     for start in range(0, num_bytes, _PIECE_BYTES):
@@ -45,7 +45,7 @@ def carry(num_bytes: int, source: Tensor | None, *, wanted: bool, by: Callable[[
 
 @torch.no_grad()
 def _send_over(own: Tensor | None, num_bytes: int, root: int, what: str, chain: Chain) -> None:
-    """Copy the values of rank `root`'s tensor into `own` of each other rank that has one. Collective over the chain."""
+    """Copy `own` of rank `root` into `own` of each other rank whose `own` is not None. Collective over the chain."""
     target = None if chain.rank == root else own
     source, wanted = own if chain.rank == root else None, target is not None
     came = carry(num_bytes, source, wanted=wanted, by=lambda piece: chain.broadcast(piece or b"", root, what))
@@ -57,8 +57,8 @@ def _send_over(own: Tensor | None, num_bytes: int, root: int, what: str, chain: 
 
 
 def make_one(tied: Iterable[tuple[str, str]], layers: Layers) -> None:
-    """Give all names of this rank that `tied` declares one parameter the parameter of the first name. Raises ValueError: their parameters
-    cannot be one, or a layer has no parameter of that name."""
+    """`tied` has pairs of names that are one parameter. Among this rank's layers, put the first name's parameter in place of the others'.
+    Raises ValueError: the parameters differ in shape, or a layer has no parameter of that name."""
     for names in groups_of(tied):
         first: nn.Parameter | None = None
         for name in names:
@@ -72,8 +72,8 @@ def make_one(tied: Iterable[tuple[str, str]], layers: Layers) -> None:
 class Copies:
     """This rank's copies of parameters that two stages share.
 
-    `apart` has the parameters whose other copy is on another rank, by their name in the whole model, which is that in the lower stage.
-    `second` has the `id` of each parameter of `apart` that is the copy in the higher stage: the norm of all gradients does not count it.
+    `apart` has the parameters whose other copy is on another rank, by their name in the lower stage, which is that in the whole model.
+    `second` has the `id` of each parameter of `apart` that is the copy in the higher stage: the norm of all gradients leaves it out.
     """
 
     def __init__(self, ties: Sequence[Tie], layers: Layers) -> None:
@@ -90,17 +90,17 @@ class Copies:
         self._first_names = {tie.copy: tie.name for tie in ties}
 
     def name(self, name: str) -> str:
-        """Return the one name that the parameter `name` has in the whole model: that in the lower stage."""
+        """Return the name that parameter `name` has in the whole model: a shared parameter has its name in the lower stage."""
         return self._first_names.get(name, name)
 
     def bucket(self, op: Op) -> list[nn.Parameter]:
-        """This rank's copies of the parameters whose gradients `op` sums, a REDUCE_GRAD of two stages."""
+        """`op` is a REDUCE_GRAD of two stages. Return this rank's copies of the parameters whose gradients it sums."""
         ties = [tie for tie in self._ties if {op.stage, op.peer} == set(tie.stages)]
         return [self._own[tie.name if op.stage == tie.stages[0] else tie.copy] for tie in ties]
 
     def make_equal(self, chain: Chain) -> None:
-        """Copy the weights of the lower stage into the other copy; for the start, before any step. Collective. Raises ValueError, on every
-        rank: two copies differ in shape, dtype or requires_grad."""
+        """Copy the weights of the copy in the lower stage into the other one, before the first step. Collective. Raises ValueError, on
+        every rank: two copies differ in shape, dtype or requires_grad."""
         if not self._ties:
             return
         own = {
@@ -126,8 +126,8 @@ class Copies:
                 _send_over(mine, num_bytes, root, f"the weights of {tie.name}", chain)
 
     def other_names(self, state: Any) -> dict[str, str]:
-        """Map each name of a shared parameter of this rank that `state` lacks to its other name, which `state` has. Raises ValueError:
-        `state` has both names, with different values."""
+        """A shared parameter has two names. If `state` has only one, map the missing name to it, for this rank's parameters. Raises
+        ValueError: `state` has both names, with different values."""
         found: dict[str, str] = {}
         for tie in self._ties if isinstance(state, Mapping) else ():
             if tie.name not in self._own and tie.copy not in self._own:
@@ -146,8 +146,8 @@ class Copies:
 
 
 def make_replicas_equal(own: Tensors, replicas: Chain, fetch: Fetch) -> None:
-    """Copy tensors of the first replica to the others if their values differ. Collective. Raises PipelineError: names, shapes or dtypes of
-    the replicas' tensors differ."""
+    """Copy each tensor that differs between replicas from the first replica to the others. Collective. Raises PipelineError: replicas
+    differ in the names, shapes or dtypes of their tensors."""
     if replicas.num_ranks == 1:
         return
     parts = _digests(own, replicas, fetch)
@@ -164,8 +164,8 @@ def make_replicas_equal(own: Tensors, replicas: Chain, fetch: Fetch) -> None:
 def check_replicas_equal(
     own: Tensors, chain: Chain, replicas: Chain, name_of: Callable[[int], str], fetch: Fetch
 ) -> None:
-    """Compare a sum over the bits of each tensor between replicas; `name_of` returns the name of the rank in a replica. Collective over all
-    ranks. Raises PipelineError, the same on every rank, which names the ranks that differ. The pipeline itself can go on."""
+    """Compare a sum over the bits of each tensor between replicas. `name_of(replica)` names the rank with these stages in that replica, for
+    the error. Collective over all ranks. Raises PipelineError, the same on every rank: replicas differ. The pipeline itself can go on."""
     if replicas.num_ranks == 1:
         return
     said = _difference(_digests(own, replicas, fetch), name_of)
@@ -179,8 +179,8 @@ def check_replicas_equal(
 
 
 def _difference(parts: Sequence[list[list[Any]]], name_of: Callable[[int], str]) -> str:
-    """Return what differs between ranks with the same stages, empty if nothing does. Names the ranks that differ from most; if no two
-    agree, all."""
+    """Return what differs between ranks with the same stages; empty: nothing. It names the ranks that differ from the largest group that
+    agrees, or all ranks if no two agree."""
     held = [json.dumps(part) for part in parts]
     most, times = Counter(held).most_common(1)[0]
     odd = [replica for replica, own in enumerate(held) if own != most]
@@ -198,7 +198,7 @@ def _difference(parts: Sequence[list[list[Any]]], name_of: Callable[[int], str])
 
 
 def _digests(own: Tensors, replicas: Chain, fetch: Fetch) -> list[list[list[Any]]]:
-    """Return for each replica name, shape, dtype and sum of bits of each tensor. Collective."""
+    """Return, for each replica, the name, shape, dtype and sum of bits of each tensor. Collective."""
     none = torch.zeros((), dtype=torch.int64)  # for a tensor without plain bits: its values are not compared
     sums = [none.to(one.device) if (bits := fingerprint(one)) is None else bits for one in own.values()]
     values = fetch(torch.stack(sums), "a sum over the weights").tolist() if sums else []

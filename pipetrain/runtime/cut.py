@@ -17,7 +17,7 @@ Tree = Any  # a tensor, or (nested) tuples, lists and dicts of tensors and plain
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """A leaf that goes to every microbatch as it is: its dimension 0 is not the batch (positions, a shared mask)."""
+    """Marks a leaf whose dimension 0 is not the batch (positions, a shared mask): every microbatch gets all of it."""
 
     value: Any
 
@@ -34,7 +34,7 @@ def on_device(batch: Tree, bring: Callable[[Tensor], Tensor]) -> Tree:
 
 
 def whole_tensors(batch: Tree, name: str) -> dict[int, str]:
-    """Map the index of each leaf that is one tensor in all microbatches (`Whole`) to a text for an error, which names the leaf."""
+    """Return leaf index -> a text for an error, for each tensor in a `Whole`. An index is that of the leaf in a microbatch."""
     found, index = dict[int, str](), 0
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         if not isinstance(leaf, Whole):
@@ -95,8 +95,8 @@ def slices(batch: Tree, num_microbatches: int) -> list[Tree]:
 
 
 def own_rows(batch: Tree, replica: int, num_replicas: int, num_microbatches: int) -> Tree:
-    """Return the rows of one replica: its `num_microbatches` slices. If there are too few rows, the batch is cut into one slice per
-    replica. Raises ValueError: fewer rows than replicas, or tensors that disagree on the number of rows."""
+    """Return the rows of one replica: its `num_microbatches` slices. If the batch has fewer rows than slices, each replica gets one of
+    num_replicas slices. Raises ValueError: fewer rows than replicas, or tensors that disagree on the number of rows."""
     rows = num_rows(batch, "the batch")
     if num_replicas == 1 or rows is None:
         return batch

@@ -1,6 +1,6 @@
 """Finds the first value that is not finite: a step is repeated, and each layer's outputs and gradients are checked.
 
-An ordinary step runs none of this.
+An ordinary step runs none of this code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Where(StrEnum):
     SUM = "sum of gradients"  # of a parameter over the microbatches; the gradient of each microbatch is finite
 
 
-# (kind of value, microbatch or -1 for none, layer in the whole model); the loss is the layer after the last.
+# (kind of value, microbatch or -1 for none, layer in the whole model); the loss counts as one more layer, after the last.
 _Seen = tuple[Where, int, int]
 
 
@@ -81,7 +81,7 @@ class Diagnosis:
             return Diagnosis(None, losses)
         (_, microbatch, signed), replica, where = min(found)
         layer = abs(signed)
-        # A rank may see a gradient that a layer of the next stage computed, so look for the layer on all ranks.
+        # A rank sees the gradient of its stage's output, which the next stage's first layer computed: look for the layer on all ranks.
         name, stage, rank, bad_weights = next(
             record["layers"][str(layer)]
             for record in records
@@ -152,7 +152,7 @@ class FiniteWatch:
         layers: dict[int, tuple[str, int, int, list[str]]] = {}
         for index, stage in self._stages.items():
             for number, layer in enumerate(stage.layers, stage.first_layer):
-                # No buffers: a running mean may be not finite because of the bad batch, and then is not the cause.
+                # Not buffers: if a running mean is not finite, the bad batch may be the cause of it.
                 bad_weights = [name for name, value in layer.named_parameters() if not _is_finite(value)]
                 layers[number] = type(layer).__name__, index, self._rank, bad_weights
             if stage.loss_fn is not None:

@@ -4,9 +4,9 @@
          run      the stage                                                                                           [2]
          give     its output to the SEND, or to the next stage if that is on this rank                                [3]
 
-One thread runs (on a GPU: launches) all F, R and B of the rank and starts its transfers. The threads of the transport only report
-ends of transfers. The loop is work-conserving: while the next compute op waits for a message, the next recompute op runs if it may.
-On a GPU the thread launches ops in the launch order of the schedule.
+One thread runs (on a GPU: launches) all compute and recompute ops of the rank, and starts its transfers and copies. Other threads only
+report their ends. The loop is work-conserving: while the next compute op waits for a message, the next recompute op runs if it may.
+On a GPU the loop does not choose: it launches the ops in the order that the schedule has fixed (`launch_order`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OnCall = Callable[[Op, Sequence[nn.Module]], None]
 
 @dataclass
 class Step:
-    """The data of one call of the pipeline on one rank. `outputs` is filled on the last stage's rank: with losses, or with output trees."""
+    """The data of one call of the pipeline on one rank. The ops fill `outputs` on the last stage's rank: loss or output by microbatch."""
 
     index: int
     seed: int
@@ -51,24 +51,24 @@ class Step:
     targets: Sequence[Any] = ()  # of the last stage
     weights: Sequence[float] = ()  # the factor of each microbatch's loss
     shares: Sequence[float] = ()  # each microbatch's share of the batch
-    idle: frozenset[int] = frozenset()  # microbatches without weight in the loss: their ops do nothing
-    whole_inputs: Mapping[int, str] = field(default_factory=dict)  # by leaf: why it may not be changed in place
+    idle: frozenset[int] = frozenset()  # microbatches whose weight in the loss is 0: their ops do nothing
+    whole_inputs: Mapping[int, str] = field(default_factory=dict)  # by index of a `Whole` leaf: why it is read-only
     whole_targets: Mapping[int, str] = field(default_factory=dict)  # likewise
-    first_microbatch: int = 0  # of this replica, among those of all
+    first_microbatch: int = 0  # the number of this replica's first microbatch, counted over all replicas
     scale: float = 1.0  # the factor of all gradients
     past: Past | None = None  # in generation: what layers keep of the earlier tokens
-    on_layer: Callable[[int, int, Any], None] | None = None  # called in F with microbatch, layer and its output
+    on_layer: Callable[[int, int, Any], None] | None = None  # called in F with microbatch, layer, output of the layer
     on_op: Callable[[Op], None] | None = None  # called before each op
     explain: Callable[[Exception, int], Exception | None] | None = None  # given an error and its stage: a clearer error
     outputs: dict[int, Any] = field(default_factory=dict)
-    proved: Places = frozenset()  # (stage, microbatch) whose R is compared with F
-    witnessed: Places = frozenset()  # likewise, by checksums
+    proved: Places = frozenset()  # (stage, microbatch): F inspects the layers, and R, if any, is compared with F
+    witnessed: Places = frozenset()  # (stage, microbatch): F and R are compared by checksums
 
 
 class _Boundary(NamedTuple):
     """What a stage gives its neighbour: the leaves of its output, with the tree structure `spec`, or the gradients of its input's leaves.
-    `wants_gradient` has the indices of leaves that need a gradient. `fixed` has, by index, why a leaf may not be changed in place.
-    If `is_shared`, the leaves are in the memory of a stage of this rank."""
+    `wants_gradient` has the indices of leaves that need a gradient. `fixed`: index of a leaf -> why it may not be changed in place.
+    `is_shared`: a stage of this rank made the leaves, and may still read their memory."""
 
     leaves: Sequence[Any]
     wants_gradient: frozenset[int] = frozenset()
@@ -78,7 +78,7 @@ class _Boundary(NamedTuple):
 
 
 class Executor:
-    """The loop of one rank."""
+    """Runs the ops of one rank, in a loop."""
 
     def __init__(
         self,
@@ -91,12 +91,12 @@ class Executor:
         shared: SharedGradients | None = None,
     ) -> None:
         self.before_op: Callable[[Op, int], None] | None = None  # called before each op of a training step
-        self.copies: HostCopies | None = None  # of sets to host memory and back; None: the schedule has none
+        self.copies: HostCopies | None = None  # to host memory and back; None: the schedule offloads nothing
         self.on_call: OnCall | None = None
         self.rank, self._stages, self._transport, self._lanes = rank, stages, transport, lanes
         self._monitor, self._board = monitor, board
         self._shared = SharedGradients({}) if shared is None else shared
-        # Boundary tensors that are not yet taken, by `ProgramEntry.writes`: the SEND, or the op itself if a stage of this rank takes them.
+        # Boundary tensors that nobody has taken yet, by `ProgramEntry.writes`: the SEND, or the op itself if this rank has the next stage.
         self._given: dict[Op, _Boundary] = {}
 
     def change(self, stages: Mapping[int, AnyStage], shared: SharedGradients) -> None:
@@ -107,8 +107,8 @@ class Executor:
     def run(self, program: Program, step: Step) -> None:
         """Run every op of the rank; returns when all ops have ended, sends included.
 
-        Only this thread starts transfers. So a transfer whose last wait is for a message starts after the F, R or B that is running
-        when the message arrives.
+        Only this thread starts transfers. So if a message arrives during an F, R or B, a transfer that waited for it starts after
+        that op.
 
         Raises PipelineError: another rank failed. Also raises what an op of this rank raises, with a note that names the op.
         """
@@ -140,7 +140,7 @@ class Executor:
         self._assert_nothing_is_held()
 
     def _take_ended(self, program: Program, step: Step) -> int:
-        """Take the first transfer or copy that has ended, run the rest of its work on this thread, and return its number."""
+        """Take the first transfer or copy that has ended, run the rest of its work on this thread, and return its number in the program."""
         op, land = self._transport.ended.popleft()
         number = program.number[op]
         try:
@@ -151,13 +151,13 @@ class Executor:
         return number
 
     def prepare(self, past: Past) -> None:
-        """Let this rank's stages prepare for new tokens while they wait for their input; not on stage 0's rank, which need not wait."""
+        """Let this rank's stages prepare for new tokens while they wait for a message. Not on the rank of stage 0: it has its input."""
         if 0 not in self._stages:
             for stage in self._stages.values():
                 prepare_stage(stage, past)
 
     def _run(self, program: Program, entry: ProgramEntry, step: Step) -> bool:
-        """Run or start one op. Returns whether it has ended; a transfer that has started has not."""
+        """Run one op. Returns whether it has ended: a transfer, or a copy in a thread, only starts here, so it returns False."""
         op, lane = entry.op, entry.lane
         self._monitor.doing = op
         try:
@@ -200,7 +200,7 @@ class Executor:
                 )
             else:
                 output = infer(stage, given, with_loss=step.with_loss, past=step.past)
-            if entry.writes is not None:  # before the op ends: what it gives may have to be copied
+            if entry.writes is not None:  # before the op ends, because this may copy the output
                 self._given[entry.writes] = _crossed(stage, output, given)  # [3]
         if entry.is_last and step.with_loss:
             (step.outputs[number],) = output.leaves
@@ -251,7 +251,7 @@ class Executor:
         self._transport.reduce(op, self._shared.given(op), functools.partial(self._shared.settle, op))
 
     def _taken(self, source: Op, entry: ProgramEntry) -> _Boundary:
-        """Take the boundary tensors of the neighbouring stage, from a message or from a stage of this rank."""
+        """Take the boundary tensors that `source` made: a receive, or an op of a neighbouring stage on this rank."""
         if not entry.is_received:
             return self._given.pop(source)
         leaves, form = self._transport.take(source)
@@ -260,7 +260,7 @@ class Executor:
     # The end ------------------------------------------------------------------------------------------------------
 
     def _assert_nothing_is_held(self) -> None:
-        """Assert that a step has released all that it held: a leftover would leak, or pass for a message of the next step."""
+        """Assert that a step has released all that it held: a leftover would leak, or be mistaken for a message of the next step."""
         assert not self._given, f"nobody took the results of {', '.join(map(str, self._given))}"
         self._transport.assert_nothing_is_held()
         if self.copies is not None:
@@ -269,7 +269,7 @@ class Executor:
             stage.end_step()
 
     def _report(self, error: BaseException, program: Program, entry: ProgramEntry, step: Step) -> None:
-        """Name the op of an error: on the board for the other ranks, in a note of the exception on this one."""
+        """Name the op that raised `error`: for the other ranks on the failure board, for this rank in a note of the exception."""
         place = f"{self._monitor.name} failed in {entry.op} ({entry.lane} lane, step {step.index + 1})"
         first_line, *_ = str(error).strip().splitlines() or [""]
         self._board.post(f"{place}: {type(error).__name__}: {first_line}")
@@ -286,7 +286,7 @@ class Executor:
 
 
 def _crossed(stage: AnyStage, output: StageOutput, given: StageInput) -> _Boundary:
-    """Return the output of a stage in the form in which the next stage gets it, on this rank or another."""
+    """Return the output of a stage as the next stage gets it, whether that stage is on this rank or not."""
     fixed = memories(given.leaves, given.fixed)
     leaves, may_not_change = cross(output.leaves, output.spec, stage.device, stage.end, fixed)
     wants = frozenset(leaf for leaf, want in enumerate(output.wants_gradient) if want)
@@ -294,7 +294,7 @@ def _crossed(stage: AnyStage, output: StageOutput, given: StageInput) -> _Bounda
 
 
 def _stage_input(step: Step, microbatch: int, taken: _Boundary | None, *, is_last: bool) -> StageInput:
-    """Return the input of F of a stage: `taken`, the output of the stage before, or if that is None a microbatch of the batch."""
+    """Return the input of a stage's F: `taken`, which the stage before returned. If `taken` is None, it is a microbatch of the batch."""
     if taken is None:
         leaves, spec = pytree.tree_flatten(step.microbatches[microbatch])
         taken = _Boundary(leaves, frozenset(), spec, step.whole_inputs, is_shared=False)
@@ -314,8 +314,8 @@ def _stage_input(step: Step, microbatch: int, taken: _Boundary | None, *, is_las
     )
 
 
-# A method for each kind of op whose row in `schedule/kinds.py` says `runs`. A new kind needs an entry here, a method above, and a method of
-# the stage. A method returns whether the op has ended; None: it has ended if its lane computes.
+# A method for each kind of op in `schedule/kinds.py`. A new kind needs an entry here, a method above, and often a method of the stage.
+# A method returns whether the op has ended. None means: it has, if its lane is compute or recompute.
 _TABLE: Mapping[Kind, Callable[[Executor, ProgramEntry, Step], bool | None]] = {
     Kind.F: Executor._forward,
     Kind.R: Executor._recompute,

@@ -1,9 +1,9 @@
-"""Injects faults at an op of one rank, in one step or in many, to see what a run does then.
+"""Injects faults at an op of one rank, in one step or in many, to test how a run reacts.
 
     PIPETRAIN_FAULTS="kill rank=1 op=1F2 step=3; slow rank=0 step=2 num_steps=5 seconds=0.1" pipetrain train
 
-A fault strikes before an op runs (`2B1`) or, if it is a message, before it starts (`1SEND_F0`, `0RECV_B3`). Without `op`, a fault strikes
-before every F, R, B, I, W and CALL of the rank. Steps count from 1. A rank that torchrun has started again has no more faults.
+A fault strikes just before the rank starts `op` (`2B1`, `1SEND_F0`, `0RECV_B3`). Without `op`, it strikes before every F, R, B, I, W
+and CALL of the rank. Steps count from 1. A rank that torchrun has restarted has no faults.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Deed(StrEnum):
 
     RAISE = "raise"  # raises an exception, as a bug in a layer would
     KILL = "kill"  # SIGKILL, as the out-of-memory killer sends
-    STOP = "stop"  # SIGSTOP: the process is there and does nothing
+    STOP = "stop"  # SIGSTOP: the process exists and does nothing
     SLOW = "slow"  # sleeps for `seconds`, then goes on
-    DROP = "drop"  # closes the connection of the message `op`; for any other op, all connections of the rank between stages
+    DROP = "drop"  # breaks the connection of `op`, or all connections of the rank, as `Pipeline.disconnect` does
 
 
 class InjectedFault(RuntimeError):
@@ -38,7 +38,7 @@ class InjectedFault(RuntimeError):
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault; it happens once in each of its steps."""
+    """One fault. In each of its steps it happens before `op`, or without `op` before each computing op of the rank."""
 
     rank: int
     step: int  # the first one, as `Pipeline.step_index` counts: from 0
@@ -86,7 +86,7 @@ def _parse(text: str) -> Fault:
 
 
 def inject(pipeline: Pipeline, faults: Iterable[Fault]) -> None:
-    """Make `pipeline` fail as `faults` say. A rank may be given the faults of all ranks: it takes its own."""
+    """Make `pipeline` fail as `faults` say. A rank may get the faults of all ranks: it uses only its own."""
     own = [fault for fault in faults if fault.rank == pipeline.rank]
 
     def before(op: Op, step: int) -> None:

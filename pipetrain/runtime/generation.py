@@ -1,6 +1,6 @@
-"""Generates text token by token over the stages: first it runs the prompts, then each new token. Layers continue from what they have kept.
+"""Generates text token by token over the stages: first the prompts, then each new token. Layers keep what they need of earlier tokens.
 
-rank 0   F(0)          F(1)             turn k: this rank's stages run the new tokens of all samples
+rank 0   F(0)          F(1)             pass k: this rank's stages run the new tokens of all samples
 rank 1        F(0)→t0       F(1)→t1     the last stage's rank chooses the next tokens, and sends them to all ranks
 """
 
@@ -35,7 +35,7 @@ _GENERATOR_SEEDS = (1 << 63) - 1  # the bits of a seed that a generator takes
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next tokens are chosen by their logits.
+    """How the next tokens are chosen from the logits.
 
     See `Pipeline.generate`. top_p is applied after top_k, and leaves at least one token (Holtzman et al., "The curious case of neural text
     degeneration", 2020, section 3.1). A draw depends only on the seed, the number of the sample and the number of the token.
@@ -87,8 +87,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """Prompts, and how to continue them. `context`: the most tokens of a sample that layers see; a longer sample continues from its last
-    `context // 2` tokens. None: no limit."""
+    """Prompts, and how to continue them. `context`: the most tokens of a sample that layers see; None: no limit. The first pass takes at
+    most the last `context` tokens. When layers have seen so many, they start anew with the last `context // 2`."""
 
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
@@ -106,7 +106,7 @@ class Request:
 
 
 def agree(make: Callable[[], Request] | None, layers: Mapping[int, nn.Module], chain: Chain) -> Request:
-    """Send the request that `make` returns on the first stage's rank to every rank; elsewhere `make` is None. Collective.
+    """Send the request that `make` returns on the first stage's rank to every rank. On other ranks `make` is None. Collective.
 
     Raises ValueError, the same on every rank: the request is invalid, or a layer cannot continue from earlier tokens; PipelineError:
     another rank failed, or called something else.
@@ -188,7 +188,7 @@ class Continuations:
 
     def __init__(self, request: Request, device: torch.device) -> None:
         self.num_new = 0
-        self.past = Past([0], device)  # replaced in the first turn
+        self.past = Past([0], device)  # replaced in the first pass
         self.made: list[list[int]] = [[] for _ in request.prompts]  # the new tokens of each sample, up to its end
         self._rows = list(map(list, request.prompts))  # all tokens, also those after an end
         self._open = [True] * len(request.prompts)
@@ -200,7 +200,7 @@ class Continuations:
         return not any(self._open)
 
     def begin(self) -> Tensor:
-        """Return the tokens of this turn, `[rows, new]`, int64: the last token of each sample. In the first turn, and if the context is
+        """Return the tokens of the next pass, `[rows, new]`, int64: the last token of each sample. In the first pass, and if the context is
         full, layers start anew with the latest tokens of each sample; shorter samples are padded in front."""
         limit = self._request.context
         if self.num_new and (limit is None or self.past.length < limit):
@@ -214,7 +214,7 @@ class Continuations:
         return torch.tensor([[0] * (length - len(row)) + row for row in rows], device=self._device)
 
     def take(self, chosen: bytes, on_token: OnToken | None) -> bytes:
-        """Record each sample's next token, and return which samples go on. A token after a sample's end is not part of its text."""
+        """Record each sample's next token. Returns a byte per sample: 1 if it continues. A token after the end is not in the text."""
         self.num_new += 1
         for row, token in enumerate(torch.frombuffer(bytearray(chosen), dtype=torch.int64).tolist()):
             self._rows[row].append(token)
@@ -258,7 +258,7 @@ class Generation:
         return [torch.tensor(tokens) for tokens in samples.made]
 
     def _pass_through(self) -> bytes:
-        """Run a turn's tokens through the stages of this rank. Returns the chosen tokens on the last stage's rank, no bytes elsewhere."""
+        """Run the tokens of one pass through this rank's stages. Returns the chosen tokens on the last stage's rank, no bytes elsewhere."""
         samples = self._samples
         tokens = samples.begin()
         self.executor.prepare(samples.past)

@@ -1,11 +1,11 @@
-"""Gradients over ranks: parts of one gradient on several ranks are summed, and the norm of all gradients is clipped.
+"""Gradients over ranks: ranks that hold the same parameter sum its gradients, and all gradients are clipped by their norm.
 
     replica 0   .grad = what its microbatches gave    ----+        .grad = the sum
     replica 1   .grad = what its microbatches gave    ----+-->     .grad = the sum, the same bits
 
-The ranks are the replicas of a stage, or those of two stages that share a parameter. The loss of a microbatch has the
-weight n_i / N, its part of the count of all replicas, so gradients are summed and not averaged. If `.grad` holds gradients
-of earlier steps, a step puts them aside, sums its own over the ranks, and then adds the earlier ones.
+These ranks are the replicas of a stage, or those of two stages that share a parameter. Gradients are summed, not averaged: the factor
+of a microbatch's loss is its part of the count of all replicas, n_i / N, or 1 if `loss_reduction="sum"`. If `.grad` holds gradients of
+earlier steps, a step puts them aside, sums its own over the ranks, and then adds the earlier ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipetrain.comm.device import Fetch
 from pipetrain.runtime.arguments import is_number
 from pipetrain.schedule.op import Op
 
-# Smaller gradients are copied into one buffer, and stay there. A larger one is summed alone: its copy would take longer than its message.
+# Smaller gradients are copied into one buffer and stay there. A larger one is summed alone: the copy would take longer than its message.
 _ALONE_BYTES = 1 << 20
 
 Part = tuple[int, int | None]  # a stage and a part of it, as a REDUCE_GRAD names it
@@ -30,11 +30,11 @@ Part = tuple[int, int | None]  # a stage and a part of it, as a REDUCE_GRAD name
 class SharedGradients:
     """The gradients that the REDUCE_GRAD ops of one rank sum.
 
-    `copies` has, by op, the parameters that two stages share; both ranks list them in one order. `of_parts` has, by part of a stage, the
-    parameters whose gradients replicas sum. A parameter of several parts is summed with the part that is ready last; a parameter
-    in `copies`, only by its op there.
+    `copies` has, by op, the parameters that two stages share, in the same order on the ranks of both. `of_parts` has, by part of a stage,
+    the parameters whose gradients replicas sum. A parameter of several parts is summed with the part that is ready last. A parameter in
+    `copies` is summed only by its op there.
     All replicas have the same parameters, and the same ones need a gradient. `now` returns the stages' present parameters, with names.
-    `runs_ahead`: the device may read a gradient after the host needs it no more, so gradients are held until the end of the step.
+    `runs_ahead`: the device may read a gradient after the host has released it, so gradients are held until the end of the step.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class SharedGradients:
         self._copies, self._of_parts, self._now, self._runs_ahead = copies, of_parts or {}, now, runs_ahead
         self._buckets: dict[tuple[Op, ...], dict[Op, list[nn.Parameter]]] = {}  # by the tuple of all reduces of a step
         self._trained: dict[Op, list[nn.Parameter]] = {}  # in this step
-        self._before: dict[nn.Parameter, Tensor | None] = {}
-        self._read: list[Tensor] = []
-        # Parameters without a gradient here, each with a mark: once summed, the number of replicas that have a gradient.
+        self._before: dict[nn.Parameter, Tensor | None] = {}  # gradients of earlier steps
+        self._read: list[Tensor] = []  # gradients that the device may still read
+        # Parameters without any gradient here, each with a mark, a 0-dim tensor: its sum is the number of replicas with a gradient.
         self._in_doubt: list[tuple[nn.Parameter, Tensor]] = []
         self._sparse: dict[nn.Parameter, int] = {}  # with sparse gradients -> their number of sparse dimensions
 
@@ -82,7 +82,7 @@ class SharedGradients:
     def _share_out(self, reduces: Sequence[Op]) -> dict[Op, list[nn.Parameter]]:
         buckets = {op: list(self._copies[op]) for op in reduces if op.peer is not None}
         taken = {parameter for bucket in self._copies.values() for parameter in bucket}
-        for op in reversed(reduces):  # the last of the lane is ready last
+        for op in reversed(reduces):  # the last REDUCE_GRAD of the lane is the last to have its gradients
             if op.peer is None:
                 buckets[op] = [one for one in dict.fromkeys(self._of_parts[op.stage, op.part]) if one not in taken]
                 taken.update(buckets[op])
@@ -90,10 +90,10 @@ class SharedGradients:
 
     @torch.no_grad()
     def given(self, op: Op) -> list[Tensor]:
-        """Return the gradients of `op` that this rank has accumulated in this step: dense tensors, which will hold the sums."""
+        """Return the gradients of this step that `op` sums, as dense tensors, in which the all-reduce puts the sums."""
         bucket = self._trained[op]
         if op.peer is not None:
-            # If neither stage has a gradient (neither used its layer), the sum is zeros.
+            # Zeros stand for a missing gradient (a stage did not use the layer). If both stages lack it, the sum is zeros.
             return [self._alone(parameter) for parameter in bucket]
         sizes = {parameter: parameter.numel() * _grad_dtype(parameter).itemsize for parameter in bucket}
         small = [parameter for parameter in bucket if sizes[parameter] < _ALONE_BYTES]
@@ -107,8 +107,8 @@ class SharedGradients:
     def _together(
         self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, marked: Sequence[nn.Parameter]
     ) -> Tensor:
-        """Put the gradients of `parameters` into one tensor, then for each of `marked` a mark: 1 if it has a gradient here, else 0. Summed
-        over replicas, a mark counts the replicas in which the parameter has a gradient."""
+        """Put the gradients of `parameters` into one tensor, and behind them a mark for each of `marked`: 1 if it has a gradient here, else
+        0. The sum of a mark over replicas is the number of replicas in which the parameter has a gradient."""
         size = sum(parameter.numel() for parameter in parameters)
         piece = torch.empty(size + len(marked), dtype=dtype, device=(*parameters, *marked, torch.empty(0))[0].device)
         marks = piece[size:].fill_(1)
@@ -120,7 +120,7 @@ class SharedGradients:
         there, given, start = list[Tensor](), list[Tensor](), 0
         for parameter in parameters:
             strides = parameter.stride()
-            if not parameter.is_contiguous():  # the strides of the parameter, without gaps
+            if not parameter.is_contiguous():  # strides in the parameter's order of dimensions, but without gaps
                 strides = torch.empty_like(parameter, device="meta").stride()
             room = piece.as_strided(parameter.shape, strides, start)
             start += parameter.numel()
@@ -165,12 +165,12 @@ class SharedGradients:
                 parameter.grad = before.add_(own) if before.layout is torch.strided else own.add_(before)
 
     def end_step(self) -> None:
-        """End the step: all streams have been joined, so gradients need no longer be held."""
+        """End the step: the caller's stream waits for all lanes, so gradients need no longer be held."""
         assert not self._before, "some gradients were not summed over their ranks"
         self._read.clear()
 
     def finish(self, fetch: Fetch) -> None:
-        """Set `.grad` of parameters without a gradient in any replica to None, and make sparse gradients sparse again; after the step.
+        """After the step: set `.grad` to None for parameters that have a gradient in no replica, and make sparse gradients sparse again.
         Waits for the device only if a parameter has no gradient here, or a sparse one."""
         if self._in_doubt:
             counts = torch.stack([mark.abs().double() for _, mark in self._in_doubt])
@@ -212,9 +212,9 @@ def clip_grad_norm(
     """Scale the gradients so that the global 2-norm is at most `max_norm`; returns the norm before, 0-dim on the host.
 
     `parameters_of` are this rank's parameters per stage; `exchange` sends this rank's bytes and returns those of all ranks. The norms of
-    single tensors are put in the whole model's order and summed as torch.nn.utils.clip_grad_norm_ does, so that the result equals that of
-    the model in one piece bit for bit. `uncounted` are the ids of parameters that are scaled here, but counted on another rank. `fetch`
-    brings the norms of all tensors to the host at once; on a GPU this is the only wait for the gradients.
+    single tensors are combined in the whole model's order, as torch.nn.utils.clip_grad_norm_ does, so the result has the same bits as for
+    the model on one rank. `uncounted` are the ids of parameters that are scaled here, but counted on another rank. `fetch` brings the norms
+    of all tensors to the host at once; on a GPU this is the only wait for the gradients.
 
     Raises ValueError, the same on every rank: `max_norm` of a rank is not a number of 0 or more.
     """
@@ -231,7 +231,7 @@ def clip_grad_norm(
     in_order = (pair for stage in sorted(of_stage) for pair in of_stage[stage])
     norms = [torch.tensor(norm, dtype=getattr(torch, dtype)) for norm, dtype in in_order]
     total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-    if math.isfinite(max_norm):  # infinite: the norm is wanted, and nothing is scaled
+    if math.isfinite(max_norm):  # if it is infinite, the caller wants only the norm
         # `torch.full` fills the tensor on the device; a copy from the host would wait for the device.
         (value,) = total.reshape(1).tolist()
         there = torch.full((), value, dtype=total.dtype, device=device)
@@ -251,7 +251,7 @@ def _norms(
 
 
 def _norm(gradient: Tensor) -> Tensor:
-    """The 2-norm of a gradient, of a DTensor over all its ranks. In a sparse gradient, entries with the same index are summed first."""
+    """The 2-norm of a gradient; for a DTensor, over all its ranks. In a sparse gradient, entries with the same index are summed first."""
     if gradient.layout is not torch.strided:
         gradient = (gradient.coalesce() if gradient.layout is torch.sparse_coo else gradient).values()
     norm: Tensor = torch.linalg.vector_norm(gradient)

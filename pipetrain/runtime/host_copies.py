@@ -1,11 +1,11 @@
 """Copies sets between a rank's device and its host's memory, in two lanes beside the compute lane: OFFLOAD to the host, RELOAD back.
 
 On a GPU a copy is launched on the stream of its lane, from and to pinned memory. On a CPU a thread per lane makes the copies, and
-itself waits for other copies. The rules of memory on a GPU, none of which makes the host wait:
+this thread waits for other copies. The rules of memory on a GPU, none of which makes the host wait:
 
-    [1] the memory of a set on the device is freed once the compute stream is ordered after its OFFLOAD: its next user is on that stream
+    [1] the host frees a set's device memory once the compute stream waits for its OFFLOAD, because that stream uses the memory next
     [2] a RELOAD fills a buffer that is free on the device (`Ring`), as a receive does
-    [3] an OFFLOAD may reuse a slab of the host after the RELOAD that read it; `check` proves that such a slab is free
+    [3] an OFFLOAD reuses a slab of the host if its stream comes after the RELOAD that read the slab; `most` counts enough slabs for this
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from pipetrain.stage.host_set import HostSet
 from pipetrain.stage.meter import ActivationMeter
 
 Ended = Callable[[Op, Callable[[], None]], None]
-"""Called with an op whose copies have ended, and with the rest of its work for the thread that computes."""
+"""Called with an op whose copies have ended, and a function: the rest of the op's work, which the thread that computes runs."""
 
 
 class HostPool:
     """Host memory of one rank for offloaded sets. A stage, or each of its parts, has slabs, which hold one set each and are reused.
 
-    `most` has, by stage, the largest number of sets on the host, however long ops take; the first set reserves that many slabs. `limit`
-    bounds the bytes of all slabs together.
+    `most`: stage -> the most sets of it, or of one part, in host memory at once, whatever the timing. The first set of a stage or part
+    reserves that many slabs. `limit` bounds the bytes of all slabs together.
     """
 
     def __init__(self, device: Device, limit: int, most: Mapping[int, int]) -> None:
         self._device, self._limit, self._most = device, limit, most
-        # By stage and part: free slabs, and the RELOAD after which each is free.
+        # By stage and part: free slabs, each with the number of the RELOAD after which it is free.
         self._free: dict[tuple[int, int | None], list[tuple[Tensor, Moment]]] = {}
         self._num_taken = 0
         self._lock = threading.Lock()  # one thread takes slabs, another gives them back
@@ -62,7 +62,7 @@ class HostPool:
 
     def take(self, op: Op, num_bytes: int, may_use: Callable[[Moment], bool] = lambda _: True) -> Tensor:
         """Take the smallest free slab of at least `num_bytes` that `may_use` allows, for the set of `op` or its part. If all are too small,
-        the largest is freed and a larger one reserved. For any thread.
+        the largest is replaced by a larger one. Thread-safe.
 
         Raises:
             ValueError: the pool would exceed its limit.
@@ -86,7 +86,7 @@ class HostPool:
         return slab
 
     def give(self, op: Op, slab: Tensor, after: Moment = 0) -> None:
-        """Give `slab` back: an OFFLOAD may use it again after RELOAD number `after`. For any thread."""
+        """Give `slab` back: an OFFLOAD may use it again after RELOAD number `after`. Thread-safe."""
         with self._lock:
             self._free[op.stage, op.part].append((slab, after))
             self._num_taken -= 1
@@ -96,7 +96,7 @@ class HostPool:
 
 
 class HostCopies:
-    """Makes the copies of one rank, to and from `pool`. Only the thread that computes calls it. `ended` is called within `Monitor.done`."""
+    """Makes the copies of one rank, to and from `pool`. Only the thread that computes calls its methods."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class HostCopies:
         most: Mapping[int, int],
         ended: Ended,
     ) -> None:
-        """`limit` and `most` are those of `HostPool`."""
+        """`limit` and `most` are those of `HostPool`. A copying thread calls `ended`, through `Monitor.done`."""
         self._lanes, self._monitor, self._meter, self._ended = lanes, monitor, meter, ended
         self.pool = HostPool(lanes.device, limit, most)
         self._ring = None if lanes.ahead is None else Ring(lanes.ahead, Lane.RELOAD, device)
@@ -121,7 +121,7 @@ class HostCopies:
         self._made.clear()
 
     def offload(self, entry: ProgramEntry, host_set: HostSet) -> bool:
-        """Copy a set to host memory. Returns whether the op has ended for the host."""
+        """Copy a set to host memory. Returns whether the executor may count the op as ended: True once a GPU's copy is launched."""
         op, lane, ahead = entry.op, entry.lane, self._lanes.ahead
         if ahead is None:
             return self._in_thread(entry, functools.partial(self._leave, op, host_set))
@@ -132,7 +132,7 @@ class HostCopies:
         return True
 
     def reload(self, entry: ProgramEntry, host_set: HostSet) -> bool:
-        """Copy a set back to the device. Returns whether the op has ended for the host."""
+        """Copy a set back to the device. Returns the same as `offload`."""
         op, lane, ahead = entry.op, entry.lane, self._lanes.ahead
         if ahead is None:
             return self._in_thread(entry, functools.partial(self._come_back, op, host_set))
@@ -183,7 +183,7 @@ class HostCopies:
         return False
 
     def drop(self) -> None:
-        """After a failed step, start no more copies, and wait for running ones, which read and write the step's sets."""
+        """After a failed step: start no more copies, and wait for running ones, because they read and write the step's sets."""
         with self._progress:
             self._is_dropped = True
             self._progress.notify_all()
@@ -222,7 +222,7 @@ def _new_memory(num_bytes: int) -> UntypedStorage:
 
 
 def _nothing() -> None:
-    """The rest of the work after a copy that succeeded: none."""
+    """The rest of an op's work after its copies have succeeded: none."""
 
 
 def _raise(error: Any) -> NoReturn:

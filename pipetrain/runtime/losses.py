@@ -1,9 +1,9 @@
 """Sums the loss of a step over microbatches and replicas. The first step checks that `loss_fn` is a mean or a sum, as the user says.
 
 A step back-propagates the sum of `loss_fn(out_i, target_i) * share_i`. That is the loss of the batch if `loss_fn` is a mean over rows, or
-over what `count_fn` counts. It is only a fraction of that loss if `loss_fn` is a sum; `loss_reduction="sum"` therefore sets the factors to
-1. It differs from that loss for most other functions. `LossCheck` keeps outputs of the first step, without their graphs, and evaluates
-`loss_fn` on all of them together. A single output (each replica has one microbatch, or an output is large) is cut in two.
+over what `count_fn` counts. If `loss_fn` is a sum, it is only a fraction of that loss, so `loss_reduction="sum"` sets the factors to 1. For
+most other functions the two differ. `LossCheck` keeps outputs of the first step, without their graphs, and evaluates `loss_fn` on all of
+them together. If it has only one output (each replica has one microbatch, or outputs are large), it cuts that one in two.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _LOG = logging.getLogger(__name__)
 class LossNotFinite(PipelineError):
     """The loss of a step is not finite. Every rank raises it after the whole step, and the pipeline can go on.
 
-    `microbatch` is the first whose own loss is not finite, counted over all replicas; `loss` is the sum over all. `step` counts from 0, the
-    message from 1. Discard the gradients. Buffers that a forward changes (running means) already include the batch.
+    `microbatch` is the first whose own loss is not finite, counted over all replicas; `loss` is the sum over all. `step` counts from 0, but
+    the message from 1. Discard the gradients. Buffers that a forward changes (running means) already include the batch.
     """
 
     def __init__(self, step: int, microbatch: int, loss: float) -> None:
@@ -68,8 +68,8 @@ def loss_of_all(step: Step, root: int, group: Group, fetch: Fetch) -> Tensor:
 
 
 def _own_losses(step: Step, fetch: Fetch) -> bytes:
-    """Return the dtype of this replica's losses, and number and value of each. float64 holds any dtype exactly; all go to the host at
-    once."""
+    """Return the dtype of this replica's losses, and the number and value of each. One float64 tensor, which holds any dtype exactly,
+    brings all of them to the host at once."""
     ordered = sorted(step.outputs.items())
     if not ordered:
         return json.dumps([None, []]).encode()
@@ -123,7 +123,7 @@ class LossCheck:
     reduction: str
     last_layer: int
     fetch: Fetch
-    warns: bool  # only one replica does
+    warns: bool  # True in one replica only
     is_done: bool = False
 
     @contextmanager
@@ -177,8 +177,8 @@ class LossCheck:
     def _evaluate(
         self, parts: list[_Part], whole: set[int], spec: pytree.TreeSpec, target_spec: pytree.TreeSpec
     ) -> tuple[float, float, float, float]:
-        """Return the loss of all kept rows together; the mean of the losses of their parts; the sum of these; and the relative difference
-        that rounding allows."""
+        """Return the loss of all kept rows together; the mean of the losses of their parts; the sum of these losses; and the relative
+        difference that rounding allows."""
         loss_fn: LossFn = _copy_of(self.loss_fn)
 
         def loss_of(output: list[Any], target: list[Any]) -> Tensor:
@@ -242,7 +242,7 @@ class LossCheck:
 
 
 def _put_away(leaf: Any) -> Callable[[], Any]:
-    """Return a function that makes the leaf again; it holds the storage, but no tensor."""
+    """Return a function that makes the leaf again. It holds the leaf's storage, but not the leaf."""
     if not isinstance(leaf, Tensor):
         return lambda: leaf
     return partial(
@@ -269,7 +269,7 @@ def _cut_in_two(leaves: list[Any], whole: Set[int] = frozenset()) -> list[list[A
 
 
 def _cloned(leaves: list[Any]) -> list[Any]:
-    """Return copies, not views of the user's batch: a loss may change its arguments in place."""
+    """Return copies, because a loss may change its arguments in place, and leaves may be views of the user's batch."""
     return [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
@@ -296,7 +296,7 @@ def _copy_of(loss_fn: Any) -> Any:
 
 
 def _rounding(loss: Tensor, outputs: Sequence[Tensor]) -> float:
-    """The relative difference allowed between two sums of the same terms in another order: rounding error times the root of the number of
+    """The relative difference allowed between sums of the same terms in two orders: rounding error times the square root of the number of
     terms.
 
     16-bit losses are summed in float32 and rounded once. Source: Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis

@@ -52,7 +52,7 @@ def _most(sizes: Iterable[Mapping[int, int]]) -> int:
 
 def activation_bytes_of_never(events: Iterable[OpEvent], stages: Mapping[int, AnyStage]) -> int:
     """Return the bytes that the rank would hold at its peak if every set stayed from F to B, with F and B in the order in which they ran.
-    Computed from the bytes of each set, as R or F filled it, and of each stashed input."""
+    The figure is computed from the bytes of each set, which F or R filled, and of each stashed input."""
     alive = peak = 0
     for event in sorted(events, key=lambda event: event.start):
         op = event.op
@@ -69,8 +69,8 @@ def activation_bytes_of_never(events: Iterable[OpEvent], stages: Mapping[int, An
 
 @contextmanager
 def waits_told(stages: Mapping[int, AnyStage], device: Device) -> Iterator[None]:
-    """Note each wait of the host for the device in the block; at its end, a warning names each layer that caused one, found on the stack.
-    Waits in pipetrain's own code do not count: it compares F and R of the first microbatch."""
+    """Note each wait of the host for the device in the block, and the layer on the stack that caused it. At the end, warn of each such
+    layer. Waits in pipetrain's own code do not count: it waits when it compares F and R of the first microbatch."""
     layers = {
         id(layer): f"layer {number} ({type(layer).__name__}) of stage {index}"
         for index, stage in stages.items()

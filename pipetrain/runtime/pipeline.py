@@ -55,11 +55,11 @@ class Pipeline(StageWeights):
 
     Args:
         model: an `nn.Sequential`, a list of layers, a list of callables that return a layer each (only this rank's are
-            called, each after seeding with (seed, layer index)), a `ModelSpec`, or a causal language model of transformers, whose
-            own parameters are trained, not copies. Layer i gets what layer i - 1 returned, as one argument.
-        loss_fn: `loss_fn(output, target)` returns the loss of one microbatch, a 0-dim tensor; default: that of a `ModelSpec`, with its
-            `count_fn`. Layers add to the loss by `add_loss`.
-        num_microbatches: the number of slices into which a batch of a replica is cut.
+            called, each after seeding with (seed, layer index)), a `ModelSpec`, or a causal language model of transformers. Modules
+            are not copied: their own parameters are trained. Layer i gets what layer i - 1 returned, as one argument.
+        loss_fn: `loss_fn(output, target)` returns the loss of one microbatch, a 0-dim tensor; default: `loss_fn` and `count_fn` of
+            the `ModelSpec`. Layers add to the loss by `add_loss`.
+        num_microbatches: the number of slices into which the batch of a replica is cut.
         schedule: the name of a family, a CSV file, a generator (a function from `Shape` to the ops of each rank), or a
             `Schedule`.
         recompute: a mode or a `RecomputePolicy`.
@@ -68,21 +68,21 @@ class Pipeline(StageWeights):
             products. If these are not known (callables, convolutions), all layers take the same time.
         num_stages: default: ranks of one replica x stages_per_rank.
         num_replicas: whole pipelines, each of which gets its own rows of a batch (`own_rows`); gradients are summed over them.
-        plan: what `make_plan` returned; it says which rank holds which layers. It takes the place of `balance`, `num_stages`,
-            `stages_per_rank` and `num_microbatches`, and can say more: `placement`, `warmup`.
-        mesh: a DeviceMesh of torch.distributed with the dimensions `replica` and `stage`, and optionally `tensor` of size 1. It takes the
-            place of `num_replicas` and `group`, and says which ranks make a replica; default: neighbouring ranks.
+        plan: what `make_plan` returned: which rank holds which layers. It replaces `balance`, `num_stages`, `stages_per_rank` and
+            `num_microbatches`, and can set more: `placement`, `warmup`.
+        mesh: a DeviceMesh of torch.distributed with the dimensions `replica` and `stage`, and optionally `tensor` of size 1. It
+            replaces `num_replicas` and `group`, and says which ranks form a replica; default: neighbouring ranks.
         group: a process group of torch.distributed; default: all its ranks. If torch.distributed is not initialised, the pipeline
             initialises it from torchrun's variables. Without these variables the pipeline has one rank.
         device: default: this rank's GPU if there are enough, else the CPU.
         seed: the seed of dropout and, if callables make the layers, of the weights.
-        count_fn: `count_fn(target)` returns how much of a microbatch's target counts in the loss; default: its rows. A microbatch with the
-            count 0 is not run.
+        count_fn: `count_fn(target)` returns how much of a microbatch's target counts in the loss; default: its number of rows. A
+            microbatch with the count 0 is not run.
         loss_reduction: `"mean"` if `loss_fn` is a mean over rows, or `"sum"`: losses and gradients of microbatches are then added without
-            weights. The first training step checks it.
+            weights. The first training step checks it, except for a `ModelSpec` with a `count_fn` and its own loss.
         timeout_seconds: the longest wait for another rank.
         on_event: is called with every `OpEvent`, after its step; on a GPU, once the device has run the step.
-        on_call: `on_call(op, layers)` runs at each CALL of the schedule, without a graph; `layers` are those of the op's stage.
+        on_call: `on_call(op, layers)` runs at each CALL op of the schedule, without autograd; `layers` are those of the op's stage.
 
     Every rank calls the same methods in the same order. A rank without the first stage may pass None as inputs; a rank without the last
     stage may pass None as targets.
@@ -124,7 +124,7 @@ class Pipeline(StageWeights):
             loss_fn, count_fn = spec.loss_fn, count_fn or spec.count_fn
         self.step_index, self._training, self._closed, self.beside = 0, True, False, []
         self._take_batch, self._on_event, self._on_call = spec.take_batch, on_event, on_call
-        self._unseen: deque[Recording] = deque()  # steps whose events on_event was not given yet
+        self._unseen: deque[Recording] = deque()  # steps whose events were not given to on_event yet
         of_plan: dict[str, Any] = {}
         if isinstance(plan, Plan):
             of_plan = {"shares_gpus": plan.edges == PINNED, "order": plan.order}
@@ -214,7 +214,7 @@ class Pipeline(StageWeights):
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of `step` if every stage needs gradients."""
+        """The schedule that `step` runs if every stage needs gradients. If the first stages are frozen, it runs without their backwards."""
         return self._programs.whole().schedule
 
     @property
@@ -238,7 +238,7 @@ class Pipeline(StageWeights):
 
     @property
     def seed(self) -> int:
-        """The seed of dropout. A new one holds from the next step on, and must be the same on every rank."""
+        """The seed of dropout. A new one applies from the next step on, and must be the same on every rank."""
         return self._parts.seed
 
     @seed.setter
@@ -251,7 +251,7 @@ class Pipeline(StageWeights):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The ranks as a DeviceMesh with the dimensions `replica` and `stage`, for libraries that want one. The first access makes it and
+        """The ranks as a DeviceMesh with the dimensions `replica` and `stage`, for libraries that need one. The first access makes it and
         is collective. Raises RuntimeError: torch.distributed was not initialised, as in a run of one rank."""
         return self._group.mesh
 
@@ -262,8 +262,8 @@ class Pipeline(StageWeights):
 
     def own_rows(self, batch: Any) -> Any:
         """Return this replica's rows of a whole batch (a tensor, or a (nested) tuple or dict). `torch.tensor_split` cuts num_replicas x
-        num_microbatches slices, of which each replica gets num_microbatches. With fewer rows (for `evaluate`), each gets one of
-        num_replicas slices.
+        num_microbatches slices, of which each replica gets num_microbatches. A batch with fewer rows than slices (for `evaluate`) is
+        cut into num_replicas slices, one for each replica.
 
         Raises ValueError: fewer rows than replicas, or tensors that disagree on the number of rows.
         """
@@ -281,8 +281,8 @@ class Pipeline(StageWeights):
 
         Raises:
             ValueError: a batch that cannot be cut; a loss that is no scalar; a call under `torch.no_grad()`; a `scale` that is 0 or not
-                finite. Ranks that make the mistake raise it; all ranks do if the first stage's rank makes it.
-            PipelineError: another rank failed.
+                finite. All ranks raise it for a mistake of the first stage's rank or in counted targets, else only the ranks that make it.
+            PipelineError: another rank failed, or made a mistake.
             LossNotFinite: a PipelineError after which the pipeline can go on; `find_not_finite` finds the first value that is not finite.
         """
         for one in self.beside:
@@ -293,7 +293,7 @@ class Pipeline(StageWeights):
         with waits_told(self._stages, self._lanes.device) if watches else nullcontext():
             inputs, targets, mistake = self._taken(inputs, targets, mistake_in_step(scale))
             self._runner.run("step", step, inputs, targets, is_training=self._training, mistake=mistake)
-        # The report must not hold `step`: that would keep the batch until the next step has ended.
+        # The report must not refer to `step`: the batch would stay in memory until the next step has ended.
         recording, stages, meter = self._lanes.recording(), self._stages, self._parts.meter
         peak, peak_of_stages, index = meter.peak_bytes, meter.peak_stage_bytes, step.index
         copies = self._runner.executor.copies
@@ -318,8 +318,8 @@ class Pipeline(StageWeights):
         return self._runner.loss_of(step)
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor:
-        """Return the loss of a batch of any size, on every rank's host. Give each replica its own rows. Layers are in eval mode, and make
-        no gradients."""
+        """Return the loss of a batch of any size, on every rank's host. Give each replica its own rows. Layers are in eval mode, and
+        compute no gradients."""
         with self._in_eval_mode():
             step = Step(self.step_index, self._parts.seed, with_graph=False, with_loss=True)
             self._run("evaluate", step, inputs, targets)
@@ -360,26 +360,26 @@ class Pipeline(StageWeights):
     ) -> list[Tensor]:
         """Return the tokens with which a causal language model continues each prompt: 1-dim, int64, on every rank. Collective.
 
-        Layers keep what they need of the tokens before (`stage/past.py`), are in eval mode, and make no gradients.
+        Layers keep what they need of earlier tokens (`stage/past.py`). They are in eval mode, and compute no gradients.
 
         Args:
             prompts: token ids to continue, on the first stage's rank: a list of lists or tensors, which may differ in length, a tensor
                 [prompts, tokens], or a tokenizer's dict of input_ids and attention_mask.
             max_new_tokens: the largest number of new tokens of a prompt.
-            temperature: 0 takes the likeliest token; else tokens are drawn, by the softmax of the logits divided by it.
+            temperature: 0 takes the likeliest token; else tokens are drawn by softmax(logits / temperature).
             top_k: draws only from the k likeliest tokens.
             top_p: draws only from the likeliest tokens that together have this share of the probability.
             seed: the seed of the draws, which do not depend on the stages, the ranks, or the other prompts' lengths.
             eos: token or tokens that end a text; the text includes the one that ended it.
-            context: the most tokens that layers see; a longer text continues from its last `context // 2` tokens. None: no limit.
-            on_token: is called with (number of the prompt, token) on every rank, once the token is known there. If it returns True, the
-                text ends; it must return the same on every rank.
+            context: the most tokens that layers see; None: no limit. Of a longer prompt they see the last `context` tokens. A text that
+                reaches the limit continues from its last `context // 2` tokens.
+            on_token: called on every rank with (number of the prompt, token). True ends the text; return the same on every rank.
             choose: replaces temperature, top_k, top_p and seed. It gets logits [prompts, vocabulary] on the last stage's rank, and returns
                 ids [prompts].
 
         Raises:
             ValueError: prompts that are no token ids or are empty; layers that cannot continue from earlier tokens. The same on every rank.
-                `on_token` returned something else on this rank than on the last stage's.
+                Or on this rank only: `on_token` ended other texts here than on the last stage's rank.
             PipelineError: another rank failed.
         """
         self._check_open()
@@ -399,8 +399,8 @@ class Pipeline(StageWeights):
             return self._runner.generate(request, choose, on_token)
 
     def find_not_finite(self, inputs: Any = None, targets: Any = None) -> Diagnosis:
-        """Repeat the last step, given its batch again, and find the first value that is not finite. Collective. Dropout masks are the
-        same, and buffers keep their values. Gradients are dropped before and after the step."""
+        """Repeat the last step and find the first value that is not finite. Give the batch of that step. Collective. Dropout masks are
+        the same as in that step, and buffers keep their values. All gradients are dropped, before the step and after it."""
         replica = self.coordinates.replica
         watch = FiniteWatch(self.rank, self._stages, replica, replica * self.plan.num_microbatches)
         step = Step(self.step_index - 1, self._parts.seed, with_graph=True, with_loss=True, on_layer=watch.on_layer)
@@ -417,7 +417,7 @@ class Pipeline(StageWeights):
         self._runner.run(kind, step, inputs, targets, is_training=self._training, mistake=mistake)
 
     def _taken(self, inputs: Any, targets: Any, mistake: str | None) -> tuple[Any, Any, str | None]:
-        """Return a batch as the stages get it, and the mistake in it or in the call, None if there is none."""
+        """Return inputs and targets as the stages get them, and the mistake in them or in the call, or None."""
         self._check_open()
         self._emit_events()
         if self._take_batch is not None:
@@ -432,7 +432,7 @@ class Pipeline(StageWeights):
             raise PipelineError("the pipeline is closed")
 
     def _emit_events(self, *, of_all: bool = False) -> None:
-        """Hand over the events of the steps that have ended; `of_all`: wait for the other steps, and hand over theirs too."""
+        """Call `on_event` with the events of the steps that have ended. `of_all`: wait for all steps, and include their events."""
         while self._unseen and (of_all or self._unseen[0].has_ended()):
             assert self._on_event is not None
             for event in self._unseen.popleft().events():
@@ -441,13 +441,13 @@ class Pipeline(StageWeights):
     # Faults, for tests and drills ----------------------------------------------------------------------------------
 
     def before_ops(self, before: Callable[[Op, int], None] | None) -> None:
-        """Call `before(op, step)` on this rank before each op of a training step; None stops the calls. The op is then about to
-        run or, if it is a transfer, to start. `step` counts from 0. If `before` raises, the op has failed."""
+        """Call `before(op, step)` on this rank just before it starts an op of a training step, a transfer included. `step` counts
+        from 0. If `before` raises, the op has failed. None stops the calls."""
         self._runner.executor.before_op = before
 
     def disconnect(self, op: Op) -> None:
-        """Break the connection that carries the message `op` (`0SEND_F1`), as a failing network would: the other end is not told. If `op`
-        is no message, break all connections of this rank between stages."""
+        """Break the connection of `op`, a message (`0SEND_F1`) or a REDUCE_GRAD, as a failing network would, without notice to its other
+        end. For any other op, break all connections of this rank that carry tensors."""
         self._runner.transport.disconnect(op)
 
     # Reports ------------------------------------------------------------------------------------------------------
@@ -467,7 +467,7 @@ class Pipeline(StageWeights):
     # The end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the threads and connections, and torch.distributed if it was initialised here."""
+        """End the threads and connections, and torch.distributed if this pipeline initialised it."""
         if self._closed:
             return
         self._closed = True

@@ -1,7 +1,7 @@
 """Measures each layer of a model alone on this device: seconds of F, R and B, bytes saved for B, and seconds of each operation.
 
     layer, then a dummy that saves one number   seconds of F, of R through the whole layer, and of B
-    the same, with outputs kept                 extra seconds of R for intercepting its operations
+    the same, with outputs kept (selective R)   extra seconds of R for intercepting its operations
     the layer with a split backward             seconds of I and W; bytes held from I to W
     the layer alone                             seconds of R up to the layer's last saved tensor; bytes of its set
     the layer under a mode that measures time   per operation: seconds, bytes of its outputs, how many of these are saved
@@ -143,7 +143,7 @@ class _Bench:
         through, alone = self._stage(number, [layer, _End()]), self._stage(number, [layer])
         keeping, split = self._stage(number, [layer, _End()], [Outputs()]), self._stage(number, [layer])
         with self.autocast():
-            # The first turn is proved, and not counted. Later turns add to its gradients, as in a step.
+            # The first round is verified and not counted. Later rounds add to its gradients, as later microbatches do in a step.
             for turn in range(1 + self.rounds):
                 turns = [self._turn(stage, given, turn) for stage in (through, alone, keeping)]
                 *halves, deferred = self._halves(split, given, turn)
@@ -326,8 +326,8 @@ class _Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
     def own_bytes(self, below: float = math.inf) -> int:
-        """Bytes of saved storages, without those of the layer's inputs. With `below`, only storages of fewer bytes: an OFFLOAD leaves those
-        on the device."""
+        """Bytes of saved storages, without those of the layer's inputs. With `below`, only storages of fewer bytes: OFFLOAD leaves small
+        ones on the device."""
         sizes = {storage_key(one): one.untyped_storage().nbytes() for one in self._saved}
         return sum(size for key, size in sizes.items() if size < below and key not in self.inputs)
 

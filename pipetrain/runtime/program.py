@@ -1,13 +1,13 @@
 """One rank's part of a schedule, laid out for the executor's loop: queues of ops, and for each op the ops that wait for it.
 
-    transfers    0SEND_F0 0SEND_F1 ...      a queue for each stage edge and direction, sends before receives; then a queue of reduces
+    transfers    0SEND_F0 0SEND_F1 ...      a queue per stage and kind of message, sends before receives; then one of REDUCE_GRADs
     copies       0OFFLOAD1 0OFFLOAD2 ...    a queue of OFFLOADs, then one of RELOADs
     compute      0F0 0F1 0F2 ...
     recompute    0R0 0R1 ...
 
-An op may start when all ops that it waits for have ended and the op before it in its queue has started. A copy does not wait here
-for copies of other sets: the thread of its lane does. If two ops may start, the one in the upper queue starts. If the host launches ahead
-of a device, there is one queue: the launch order. The executor follows these rules, and no others, for every op.
+An op may start when all ops that it waits for have ended and the op before it in its queue has started. One exception: a copy (OFFLOAD,
+RELOAD) waits for copies of other sets in the thread of its lane, not here. If two ops may start, the one in the upper queue starts. If the
+host launches ahead of a device, there is one queue: the launch order. The executor follows these rules, and no others, for every op.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ Places = frozenset[tuple[int, int | None]]  # (stage, microbatch)
 class ProgramEntry:
     """An op of a rank, and what the executor needs to know of the schedule to run it.
 
-    `reads` is the op that brings its boundary tensor: a receive (`is_received`), or an op of this rank. The executor files the op's own
-    boundary tensor under `writes`: its SEND, or the op itself if the stage that takes the tensor is on this rank.
+    `reads` is the op that brings the boundary tensor which `op` takes: a receive (`is_received`), or an op of the neighbouring stage on
+    this rank. `writes` is the key of the boundary tensor that `op` makes: its SEND, or `op` itself if this rank has the next stage.
     """
 
     op: Op
     lane: Lane
     microbatch: int  # -1: the op belongs to no microbatch
     waits: tuple[Op, ...]
-    # The ops of `waits` for which the thread of a copy waits: copies of other sets; none if the host runs ahead.
+    # Those of `waits` for which the copy's thread waits, not the loop: copies of other sets. Empty if the host runs ahead.
     waits_of_thread: tuple[Op, ...]
     reads: Op | None
     is_received: bool
     writes: Op | None
-    keep: bool  # F: no R follows, its set stays
+    keep: bool  # F: its set stays, and no R follows
     moves: bool  # F: its set goes to host memory
     split: bool  # F: its backward is split into I and W
-    has_backward: bool
-    is_last: bool  # of the last stage
+    has_backward: bool  # the op's stage has backwards in this schedule
+    is_last: bool  # the op is of the last stage
 
     @staticmethod
     def of(schedule: Schedule, op: Op, lane: Lane, recomputed: Places, split: Places) -> ProgramEntry:
@@ -75,16 +75,16 @@ class ProgramEntry:
 
 
 def _copies_another(other: Op, op: Op) -> bool:
-    """Whether `other` is a copy, and of another set or part than `op`."""
+    """Whether `other` is an OFFLOAD or a RELOAD of another set, or of another part, than `op`."""
     return other.kind.row.lane in COPY_LANES and other._replace(kind=op.kind) != op
 
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The ops of one rank, numbered from 0: compute and recompute lane first, or all in launch order if the schedule has one.
+    """The ops of one rank, numbered from 0: compute lane, recompute lane, other queues; or all in launch order if the schedule has one.
 
-    `queues[q]` are the numbers of one queue; the first queue with an op that may start starts it. `followers[n]` are the ops that wait for
-    op n. `recomputed` are the (stage, microbatch) with an R: the others keep the set of their F. `reduces` are the REDUCE_GRAD ops.
+    `queues[q]` has the numbers of one queue. The executor tries the queues in this order, so compute and recompute lane come last.
+    `followers[n]` has the ops that wait for op n. `recomputed` has the (stage, microbatch) with an R; all others keep the set of F.
     """
 
     schedule: Schedule
@@ -94,8 +94,8 @@ class Program:
     queues: tuple[range, ...]
     followers: tuple[tuple[int, ...], ...]
     recomputed: Places
-    reduces: tuple[Op, ...]
-    num_waits: tuple[int, ...]  # for how many ops each op waits
+    reduces: tuple[Op, ...]  # the REDUCE_GRAD ops
+    num_waits: tuple[int, ...]  # for how many ops the loop waits before each op: `waits` without `waits_of_thread`
     starts: tuple[int, ...]  # the first op of each queue
 
     @staticmethod
@@ -138,7 +138,7 @@ def _queues(schedule: Schedule, rank: int) -> Iterator[tuple[Op, ...]]:
         return
     for lane in COMPUTING:
         yield schedule.lane(rank, lane)
-    # Sends first: of two transfers that may start, another rank waits for the send.
+    # Sends first: another rank may already wait for the message.
     for lane in MESSAGE_LANES:
         transfers: dict[tuple[int, Kind], list[Op]] = {}
         for op in schedule.lane(rank, lane):
@@ -154,7 +154,7 @@ class Turns:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._open = list(program.num_waits)  # for how many ops each op still waits
+        self._open = list(program.num_waits)  # the same, without waits for ops that have ended
         self._heads = list(program.starts)  # the first op of each queue that has not started
         self._ended = [False] * len(program.ops)
         self.num_left = len(program.ops)  # ops that have not ended
@@ -176,8 +176,8 @@ class Turns:
             self._open[follower] -= 1
 
     def awaited(self) -> tuple[Op, Op]:
-        """Return, if no op may start, the first op that has not started, and the running transfer at the end of its chain of waits. If only
-        running transfers are left, the first of them is returned twice."""
+        """For when no op may start: return the first op that has not started, and the running transfer or copy for which it waits, directly
+        or through other ops. If all ops have started, return the first that has not ended, twice."""
         program = self._program
         heads = [head for queue, head in zip(program.queues, self._heads) if head < queue.stop]
         under_way = first = min(heads) if heads else self._ended.index(False)

@@ -42,8 +42,8 @@ from pipetrain.stage.seeding import generators_restored
 
 
 class CallRunner:
-    """Runs calls on the stages of one rank, together with the other ranks of `parts.group`. Raises PipelineError: a rank that holds a
-    neighbouring stage could not be reached."""
+    """Runs calls on the stages of one rank, together with the other ranks of `parts.group`. The constructor raises PipelineError: a
+    rank that holds a neighbouring stage cannot be reached."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class CallRunner:
         before = self._device.memory().other_bytes
         self.transport = _connect(parts, plan, programs)
         after = self._device.memory().other_bytes
-        # None: the device cannot tell its memory. Other processes that take or free memory meanwhile make this wrong.
+        # None: the device does not report its memory. The figure is wrong if another process takes or frees memory meanwhile.
         self.communicator_bytes = None if before is None or after is None else max(0, after - before)
         self.executor = Executor(group.rank, {}, self.transport, parts.lanes, group.monitor, group.board)
         self.adopt(plan, programs, stages, policy)
@@ -79,7 +79,7 @@ class CallRunner:
         self._watchdog = Watchdog(group.monitor) if self._device.runs_ahead else None
 
     def adopt(self, plan: Plan, programs: Programs, stages: Stages, policy: RecomputePolicy) -> None:
-        """Set programs and stages of the next calls; connections stay. Every rank must call it between the same two calls."""
+        """Set the programs and stages of later calls; connections stay. Every rank must call it between the same two calls."""
         group, copies = self._group, self._parts.copies.apart if self._parts.ties else None
         self._plan, self._programs, self._stages = plan, programs, stages
         self._proving = Proving(stages, policy.verify)
@@ -106,13 +106,14 @@ class CallRunner:
     ) -> Call:
         """Run all ops of this rank; returns when the rank's messages have left. `step.outputs` is filled then. Collective.
 
-        Raises ValueError, on every rank and before any op runs: inputs that cannot be cut, targets that cannot be counted, or a `mistake`
-        of the first stage's rank; PipelineError: another rank failed, in this call or before. Also raises what an op of this rank raises.
+        Raises ValueError before any op runs. On every rank: inputs that cannot be cut, targets that cannot be counted, or a `mistake` of
+        the first stage's rank. On this rank only: its own `mistake`, or on the last stage's rank, no loss_fn, targets that do not fit the
+        inputs, or no parameter to train. PipelineError: another rank failed. Also raises what an op of this rank raises.
         """
         self.check_whole()
         count = None
         if self._count_fn is not None and step.with_loss:
-            # Counts targets before they are on the device: there a count would wait for all queued work.
+            # Counts the targets on the host: a count on the device would wait for all queued work.
             m, whole = self._plan.num_microbatches, step.with_graph
             count = partial(count_targets, targets, m, self._count_fn, all_of_them=whole)
         call = self._calls.agree(
@@ -122,7 +123,7 @@ class CallRunner:
         with self.failing_together(
             f"{kind} was given no targets on {monitor.name}, which holds the last stage" if lacks_targets else ""
         ):
-            if mistake is not None:  # only of this rank: one of the first stage's rank was raised above
+            if mistake is not None:  # of this rank; `agree` has raised one of the first stage's rank
                 raise ValueError(f"{mistake} (on {monitor.name})")
             self._cut(call, step, inputs, targets)
             with self._parts.shared.unchanged(is_training=is_training) if self._has_shared else nullcontext():
@@ -136,8 +137,8 @@ class CallRunner:
 
     @contextmanager
     def failing_together(self, note: str = "") -> Iterator[None]:
-        """Drop what is held, and tell the other ranks, if the block, which runs ops, fails; `note` is added to the error. Raises
-        PipelineError: another rank failed meanwhile."""
+        """Run a block of ops. If it fails, drop what is held, add `note` to the error, and tell the other ranks. Raises PipelineError:
+        another rank failed meanwhile."""
         try:
             yield
             if self._group.monitor.failure is not None:  # noted by another thread after all ops were launched
@@ -149,7 +150,7 @@ class CallRunner:
             broken_off: str | None = self._group.monitor.failure
             self._group.fail(error)
             if broken_off is not None and not isinstance(error, PipelineError):
-                # The launch raised this because the connections were broken while it ran.
+                # Another rank failed, so the connections were broken while ops were launched: that caused this error.
                 raise PipelineError(f"{broken_off} (rank {self._group.rank} ends)") from error
             raise
         finally:
@@ -197,7 +198,7 @@ class CallRunner:
             self._parts.meter.start_step()
             program = self._programs.training(call.first_backward)
             step.proved = self._proving.choose(call.signature, step.index, program, call.idle)
-            # Not on a GPU: it may choose other kernels in R, and the host would have to wait for it.
+            # Not on a GPU: R may run other kernels than F, and the host would have to wait for the checksums.
             if not self._device.runs_ahead:
                 step.witnessed = self._proving.witnessed(step.index, program) - step.proved
             self.trained = program.schedule
@@ -220,8 +221,7 @@ class CallRunner:
         self._parts.meter.exclude([*parameters_in(modules), *buffers_in(modules)])
 
     def loss_of(self, step: Step) -> Tensor:
-        """Return the loss of all replicas, 0-dim, on every rank's host. Collective. Raises LossNotFinite: a microbatch's loss is not
-        finite."""
+        """Return the loss over all replicas, 0-dim, on every rank's host. Collective. Raises LossNotFinite."""
         return loss_of_all(step, self._plan.stage_ranks[-1], self._group, self._parts.fetch)
 
     def close(self) -> None:

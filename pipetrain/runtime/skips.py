@@ -1,11 +1,11 @@
-"""Refuses by name tensors that a stage leaves for another in a dict, a list, a module or an object that layers of both hold.
+"""Refuses tensors that a stage leaves for another one in a dict, list, module or object that layers of both hold; the error names them.
 
-    F1 of stage 0   leaves a new tensor there, as F0 did: so the tensor is not a constant, made once   [1]
+    F1 of stage 0   leaves a new tensor there, as F0 did: so it is not a constant that is made once    [1]
     F0 of stage 1   computes its output with that tensor, or with one computed from it                 [2]
 
-Only outputs go from stage to stage. On one rank the other stage finds the tensor of another microbatch; on two ranks it finds none.
+Only outputs pass from stage to stage. If one rank has both stages, the second finds the tensor of another microbatch; on two ranks, none.
 On two ranks, the rank that saw [1] reports it at the start of the second step, and the other rank checks for [2] in that step.
-Stages may share what they only write to (statistics, a log).
+Stages may share an object to which they only write (statistics, a log).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Shared(NamedTuple):
 
 
 class _Left(NamedTuple):
-    """A tensor that a stage has left, or one that was computed from it. It is held, so that no other tensor gets its identity."""
+    """A tensor that a stage has left, or one that was computed from it. It is held, so that no other tensor gets the same `id`."""
 
     tensor: Tensor
     stage: int
@@ -71,7 +71,7 @@ class _Left(NamedTuple):
 
 class Skips(TorchFunctionMode):
     """Checks the first steps. `layers` are the layers that this rank knows, by their index in the model. As a torch function mode it marks
-    tensors that F computes from those of another stage. The mode is on once a stage has left tensors in two microbatches."""
+    tensors that F computes from those of another stage. It is switched on once a stage has left tensors in two microbatches."""
 
     def __init__(self, layers: Mapping[int, nn.Module], loss_fn: Any, plan: Plan, rank: int) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Skips(TorchFunctionMode):
 
     @contextmanager
     def over(self, step: Step, reported: Sequence[Reported]) -> Iterator[None]:
-        """Check a step with a graph, which runs in the block; `reported` is what ranks have found in earlier steps. The step raises
+        """Check a training step, which runs in the block; `reported` is what ranks have found in earlier steps. The step raises
         ValueError: a layer computes with a tensor that another stage left, or looks for one that exists only on another rank."""
         before = step.on_layer
 

@@ -1,4 +1,4 @@
-"""Names this rank's parameters and state as in the whole model; clips gradients by their norm, and compares the weights of replicas."""
+"""This rank's parameters and state, named as in the whole model; also clips gradients by norm, and compares the weights of replicas."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def load_state_dict(layers: Layers, state: Mapping[str, Any], other_names: Mappi
 def _gather(own: Mapping[str, Any], chain: Chain) -> dict[str, Any]:
     """Return `own` of all ranks, merged, on the CPU of rank 0; an empty dict on other ranks. Collective.
 
-    Tensors come up the chain one by one. Rank 0 needs host memory for the whole model. Any other rank needs memory for a few pieces in
-    transfer, and for a copy of one of its tensors if that is on a GPU or not contiguous.
+    Tensors travel to rank 0 one by one. Rank 0 needs host memory for the whole model. Any other rank needs memory for a few pieces in
+    transfer, and for a copy of one of its tensors if this tensor is on a GPU or not contiguous.
 
     Raises TypeError: a value that is neither a tensor nor known to JSON; PipelineError: another rank failed meanwhile.
     """
@@ -101,8 +101,8 @@ class StageWeights:
     _training: bool
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under the names of `nn.Sequential(*layers)`. A parameter that two stages share has the same name on both
-        ranks, that in the lower stage."""
+        """This rank's parameters under the names of `nn.Sequential(*layers)`. A parameter that two stages share has its name in the lower
+        stage, on the ranks of both."""
         return self._parts.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -117,7 +117,7 @@ class StageWeights:
                 parameter.grad.zero_()
 
     def train(self, mode: bool = True) -> Self:
-        """Put this rank's layers into training mode, or if not `mode` into eval mode. Does not communicate, but call it on every rank."""
+        """Put this rank's layers into training mode, or into eval mode if `mode` is False. Does not communicate; call it on every rank."""
         if not isinstance(mode, bool):
             raise ValueError(f"train was given mode={mode!r}: True or False is needed")
         self._training = mode
@@ -131,10 +131,10 @@ class StageWeights:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global 2-norm is at most `max_norm`; returns the norm before, on the host. Collective.
 
-        The norms of single tensors are summed in the whole model's parameter order, so that the result does not depend
-        on the split. Of a parameter that two stages share, one copy counts.
+        The norms of single tensors are combined in the whole model's parameter order, so the result does not depend on the split. If
+        two stages share a parameter, only one copy counts.
         """
-        seen: set[int] = set()  # a parameter that two stages of this rank share counts in the first
+        seen: set[int] = set()  # a parameter that two stages of this rank share counts only in the first
         of_stages: dict[int, list[nn.Parameter]] = {}
         for index, stage in sorted(self._stages.items()):
             own = [
@@ -154,8 +154,8 @@ class StageWeights:
         )
 
     def check_replicas(self) -> None:
-        """Compare the weights of all replicas, by a sum over the bits of each. Collective. Raises PipelineError, the same
-        on every rank: weights differ; it names the ranks that differ. The pipeline can go on."""
+        """Compare the weights of all replicas, by a sum over the bits of each tensor. Collective. Raises PipelineError, the same on every
+        rank: weights differ; it names the ranks that differ. The pipeline can go on."""
         names = [self._group.names(rank) for rank in self._group.grid.ranks_of_stage(self._group.rank)]
         own = dict(named_parameters(self._parts.layers))
         check_replicas_equal(own, self._group.chain, self._group.replicas, names.__getitem__, self._parts.fetch)
@@ -186,7 +186,7 @@ class StageWeights:
         load_state_dict(self._parts.layers, state, self._parts.copies.other_names(state))
 
     def full_state_dict(self) -> dict[str, Any] | None:
-        """Return the whole model's tensors on the CPU of rank 0, None on other ranks; of several replicas, those of the first. Collective.
+        """Return the whole model's tensors, those of the first replica, on the CPU of rank 0; None on other ranks. Collective.
         Only rank 0 needs memory for the whole model: tensors pass the other ranks in pieces of 16 MiB."""
         first = self._group.coordinates.replica == 0
         gathered = _gather(self.state_dict(), self._group.chain) if first else None
