@@ -38,7 +38,7 @@ size: env  ## lines of the tests, and seconds of their last run; fails where a f
 test-full: test test-slow test-slurm  ## and the slow ones
 
 test-slurm: env  ## jobs of a real SLURM cluster on this machine; needs root, gets SLURM with apt-get
-	$(PYTEST) -m slurm tests/slurm
+	$(PYTEST) -m slurm $(ARGS) tests/slurm
 
 test-slow: env  ## and what needs root; make test-slow ARGS=--turns=8: those of changed files, an eighth of the others
 	$(PYTEST) -n 3 --dist worksteal -m "(slow or root) and not slurm" $(ARGS) tests

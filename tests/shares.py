@@ -15,6 +15,8 @@ Row = TypeVar("Row")
 ROOT = Path(__file__).resolve().parents[1]
 # What is pushed at once was written within so many hours: CI sees one commit of it, the last.
 PUSH_HOURS = 6
+# Where one of these has changed, all tests of a SLURM cluster run.
+SLURM_FILES = ("pipetrain/launcher/", "launch/", "tests/slurm/")
 
 
 def in_turn(rows: Sequence[Row], num_turns: int, turn: int) -> list[Row]:
