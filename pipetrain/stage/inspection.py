@@ -222,7 +222,7 @@ class LayerInspection:
     def _put_buffers_back(self) -> None:
         """Give the copy's buffers the values that they had before F."""
         for module, name, buffer, values in self._buffers:
-            if module._buffers.get(name) is buffer:  # else F put in a new buffer: it stays, since R will read it
+            if module._buffers.get(name) is buffer:  # else the first run put in a new one, as F did: R will read that
                 buffer.data = values.clone()
 
     def _late_buffers(self) -> Look:

@@ -26,7 +26,7 @@ class StageInput(NamedTuple):
 
     `seeds_of` returns the seeds of the layers with these global indices. `target` and `weight` are for the stage that computes the loss.
     After each layer, F calls `on_layer(global index, output)`; the output is a `WithLosses` once a layer has added a loss. The loss has the
-    index after the last layer's. `is_shared`: another stage of this rank reads the same memory, so layers that change it get a clone. Leaves
+    index after the last layer. `is_shared`: another stage of this rank reads the same memory, so layers that change it get a clone. Leaves
     in `fixed`, and leaves of the target in `fixed_target`, may never be changed in place; the values are texts for the error.
     """
 

@@ -136,7 +136,7 @@ def _of(made: dict[Hashable, Any], key: Hashable, make: Callable[[], _T]) -> _T:
 
 
 class _Room:
-    """Memory for a tensor that grows along dimension 2. If new positions do not fit, memory for twice the earlier ones replaces it."""
+    """Memory for a tensor that grows along dimension 2. If it is too small, memory for at least twice the earlier positions replaces it."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
