@@ -83,7 +83,7 @@ class Entry:
         look = not self._is_known or (clones and not self._clones)
         is_read_again = recomputed or given.is_shared
         leaves, watched = list(given.leaves), list[Entered]()
-        by_leaf: dict[int, Tensor] = {}  # id of a leaf -> the tensor that enters for it; several leaves may be one tensor
+        by_leaf: dict[int, Tensor] = {}  # id of a leaf -> what enters for it; several leaves may be one tensor
         for number, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
                 continue

@@ -71,8 +71,8 @@ class ActivationMeter:
                 del self._left_out[storage]
 
     def hold(self, tensor: Tensor, *, on_its_way: bool = False) -> int:
-        """Count the storage of `tensor`. Returns the key for `release`; 0: the storage does not count. `on_its_way`: the holder is an outgoing
-        message not yet sent, or an incoming one not yet used."""
+        """Count the storage of `tensor`. Returns the key for `release`; 0: the storage does not count. `on_its_way`: the holder is an
+        outgoing message not yet sent, or an incoming one not yet used."""
         is_dense = tensor.layout is torch.strided and not tensor.is_nested
         storages = [tensor.untyped_storage()] if is_dense else storages_of(tensor)
         key: int = storages[0]._cdata if storages else 0

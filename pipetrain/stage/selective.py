@@ -322,7 +322,7 @@ class KeptOutputs:
         self, layer: int, value: Any, num_slots: Callable[[], int], *, is_free: bool
     ) -> AbstractContextManager[object]:
         """A context around a layer in F, whose input is `value`. `num_slots()` is the number of tensors that F has saved so far."""
-        if is_free or not self._selection.is_seen(layer):  # its writes are not seen: first copy kept outputs in its input
+        if is_free or not self._selection.is_seen(layer):  # its writes are not seen: copy kept outputs in its input
             for leaf in pytree.tree_leaves(value):
                 if isinstance(leaf, Tensor):
                     self._before_write(leaf)

@@ -101,7 +101,7 @@ class LateBoundSet:
         self.witness = witness
         self._watches = watches or self.is_filled
         self._looks = self._watches or casts is not None or witness is not None
-        self._aliases: list[tuple[int, int, Tensor]] = []  # number of a slot, its tensor's version, a tensor with the same counter
+        self._aliases: list[tuple[int, int, Tensor]] = []  # slot, version, a tensor with the same version counter
         self.starts: list[int] = []  # the first slot of each layer; after F also the number of slots
         # Outputs that R does not compute; None: it computes all, or there is no R.
         self.outputs = None if selection is None or keep else KeptOutputs(selection, meter)

@@ -78,7 +78,7 @@ class Stage:
         self.free: set[int] = set()  # of these, those that run without saved-tensor hooks
         self.warned: set[tuple[str, int]] = set()  # warnings that were given: the kind, and the index of the layer
         self.state = LayerState(self.layers, loss_fn, self.name_of, device)
-        self.casts, self._had_casts = WeightCasts(self.layers, device, meter), False  # `_had_casts`: this step ran an F under autocast
+        self.casts, self._had_casts = WeightCasts(self.layers, device, meter), False  # True: an F ran under autocast
         self._title = f"stage {index}" if part is None else f"part {part} of stage {index}"
         fewer_cuts = "choose a balance that puts both on one stage" if part is None else "use fewer recompute.segments"
         self._cut_before = self._title, "stage" if part is None else "part", fewer_cuts
