@@ -1,4 +1,4 @@
-"""Under autocast: a weight is cast once per step (`_CASTING` names exceptions), and this cast does not belong to a set.
+"""Under autocast: a weight is cast once per step (exceptions: see `_CASTING`), and this cast does not belong to a set.
 
 A matrix product saves the cast of its weight for backward. If each R made its own cast, each set would hold the weights of its stage
 a second time.

@@ -226,7 +226,7 @@ class LayerInspection:
                 buffer.data = values.clone()
 
     def _late_buffers(self) -> Look:
-        """Checksums of buffers that the first run registers. F has no copies of them, so R would read the values of a later F."""
+        """Checksums of buffers that the first run registers. F made no copies of them, so R would read the values of a later F."""
         named = self._twin.named_buffers() if isinstance(self._twin, nn.Module) else ()
         return {name: checksum([buffer.cpu()]) for name, buffer in named if name not in self._buffer_names}
 

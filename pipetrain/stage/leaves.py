@@ -253,7 +253,7 @@ def _name_of_thing(thing: Any) -> str:
 def paths(
     root: Any, is_wanted: Callable[[Any], bool], seen: set[int] | None = None, *, names: Set[str] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Pairs of a path, such as `model[0]`, and an object below `root` that `is_wanted`. Objects in `seen` are skipped, others added to it.
+    """Pairs (path, object) of objects below `root` that `is_wanted` accepts; a path is `model[0]`. Objects in `seen` are skipped, others added.
     With `names`, only these attributes are followed, but all parts of modules if `names` has one of `_ALL_MODULES`."""
     seen = set() if seen is None else seen
     has_all = names is None or bool(names & _ALL_MODULES)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from pipetrain.stage.meter import ActivationMeter
     from pipetrain.stage.slots import Slot
 
-# By dtype, how far apart values of F and R may be on a GPU, where a library may choose another kernel for R. (Relative tolerance,
-# absolute tolerance), as in torch.testing.
+# How far apart values of F and R may be on a GPU, where a library may choose another kernel for R. By dtype, the relative and the
+# absolute tolerance of torch.testing.
 _TOLERANCES = {
     torch.float16: (1e-3, 1e-5),
     torch.bfloat16: (1.6e-2, 1e-5),

@@ -390,7 +390,7 @@ class KeptOutputs:
                     call.kept = None
 
     def left(self, layer: int) -> int:
-        """How many operations with wanted outputs F ran in `layer` that R has not reached yet."""
+        """How many operations with wanted outputs F ran in `layer` and R has not reached yet."""
         return len(self._calls[layer]) - self._next[layer]
 
     def sizes(self) -> dict[int, int]:

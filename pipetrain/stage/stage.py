@@ -429,7 +429,7 @@ class Stage:
             self._deferred[microbatch] = deferral
         try:
             if roots:
-                # torch.autograd.backward ends in this call. It first compares shapes in Python: a third of the time of a small stage.
+                # torch.autograd.backward does the same, but first compares shapes in Python: a third of the time of a small stage.
                 _engine_run_backward(
                     tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True
                 )
