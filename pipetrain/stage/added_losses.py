@@ -1,6 +1,6 @@
-"""Losses that layers add to the loss of their microbatch (`pipetrain.add_loss`): they go with the output, from stage to stage, to the loss.
+"""Losses that layers add to the loss of their microbatch (`pipetrain.add_loss`). Their sum goes with the output from stage to stage.
 
-stage 0   a0, the sum of its losses    leaves the stage as one more output tensor, so its gradient comes back like any other
+stage 0   a0, the sum of its losses    leaves the stage as one more output tensor, so B gets its gradient as that of any other output
 stage 1   a0 + a1
 last      loss_fn(...) + (a0 + a1)     times the weight of the microbatch
 """
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# The collector that `add_loss` appends to; None: no layer of a pipeline runs.
+# The object whose `of_layer` `add_loss` appends to; None: no layer of a pipeline runs.
 _IN_FORCE: ContextVar[AddedLosses | None] = ContextVar("added losses", default=None)
 # The code through which every call of a module goes.
 _CALLS = frozenset({nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__})
@@ -26,10 +26,10 @@ _CALLS = frozenset({nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.
 def add_loss(loss: Tensor) -> None:
     """In the forward of any layer of a pipeline, add `loss` to its microbatch's loss, for example for the load balance of experts.
 
-    It is multiplied by the weight of its microbatch, as the loss of `loss_fn` is; the loss that `step` and `evaluate` return contains it on
-    every rank, and its gradient is back-propagated. Losses are summed in the order of the layers and of their calls, and the sum is added
-    to the loss of `loss_fn`. A call has no effect in a recompute, when the pipeline is called without a loss, and in a module used as plain
-    torch.
+    Like the loss of `loss_fn`, it is multiplied by the weight of its microbatch and back-propagated. The loss that `step` and `evaluate`
+    return on every rank contains it. Added losses are summed in the order of the layers and of their calls, and the sum is added to the
+    loss of `loss_fn`. `add_loss` has no effect in a recompute, in a call of the pipeline without a loss, and in a module that runs outside
+    of a pipeline.
 
     Args:
         loss: 0-dim, of a floating-point dtype, on the layer's device; in a step it needs a gradient.
@@ -74,8 +74,8 @@ class WithLosses(NamedTuple):
 
 
 class AddedLosses:
-    """In its block `add_loss` appends to `of_layer`. `losses` are those that finished layers added, and the sum from the stages before. `value`
-    is the input of a stage as its first layer gets it."""
+    """In its block `add_loss` appends to `of_layer`. `losses` has the sum from the stages before, then the losses of layers that have
+    ended. `value` is the input of the stage's first layer."""
 
     def __init__(self, given: Any = None) -> None:
         is_with_losses = type(given) is WithLosses
@@ -98,7 +98,7 @@ class AddedLosses:
         return WithLosses(output, self._sum()) if self.losses else output
 
     def added_to(self, loss: Tensor) -> Tensor:
-        """The loss of `loss_fn`, plus the losses that layers, and `loss_fn` itself, gave to `add_loss`."""
+        """The loss of `loss_fn`, plus the losses that layers and `loss_fn` itself gave to `add_loss`."""
         self.losses += self.of_layer
         self.of_layer = []
         return loss + self._sum()
@@ -110,6 +110,6 @@ class AddedLosses:
 
 @contextmanager
 def collecting() -> Iterator[list[Tensor]]:
-    """The losses that are given to `add_loss` in the block."""
+    """Yields the list of the losses that are given to `add_loss` in the block."""
     with AddedLosses() as added:
         yield added.of_layer

@@ -1,12 +1,12 @@
-"""Under autocast: each weight is cast once per step, and casts do not belong to a set.
+"""Under autocast: a weight is cast once per step (exceptions: see `_CASTING`), and this cast does not belong to a set.
 
 A matrix product saves the cast of its weight for backward. If each R made its own cast, each set would hold the weights of its stage
 a second time.
 
-    trained   autocast casts a weight once and keeps the cast until the outermost autocast ends. R reads the cast of F: R waits for
-              F's stream, and the cast is freed only after the step.
+    trained   autocast casts a weight once and keeps the cast until the outermost autocast ends. R reads the cast of F. This is safe:
+              R waits for F's stream, and the cast is freed only after the step.
     frozen    autocast casts the weight at each use. Here the first F of a step makes the cast, and later uses get it instead of the
-              weight. The step frees it at its end, so a weight that changes between steps is cast again.
+              weight. The end of the step frees it, so a weight that changes between steps is cast again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CASTING = frozenset((
 
 
 class WeightCasts:
-    """The casts of one stage's weights in one step. While autocast is off, a step calls only `is_active` and `end_step`."""
+    """The casts of one stage's weights in one step. A step without any autocast calls no method but `is_active`, in an inspection."""
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device, meter: ActivationMeter) -> None:
         self._layers = layers
@@ -47,7 +47,7 @@ class WeightCasts:
         self._is_stale = False
 
     def is_active(self) -> bool:
-        """Whether autocast is on: asked around a step, and again at each product, as a layer may have switched it off."""
+        """Whether autocast is on. `_CastOnce` asks at each product, because a layer may have switched it off; so does an inspection."""
         return torch.is_autocast_enabled(self._device)
 
     # Trained ------------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ class WeightCasts:
                 self._leave_out(new.cdata)
 
     def see_again(self, saved: Tensor) -> None:
-        """R saves this. If it is the cast of a weight but not F's, autocast has lost F's cast and now keeps that of R."""
+        """Called for each tensor that R saves. If R made a cast of a weight, autocast has lost F's cast and keeps R's: note it."""
         weight = self._weight_cast_in(saved)
         if weight is not None:
             known = self._of_trained.get(id(weight))
@@ -74,7 +74,7 @@ class WeightCasts:
             self._is_stale = False
 
     def _weight_cast_in(self, saved: Tensor) -> Tensor | None:
-        """The weight of which `saved` is the cast, or a view of the cast."""
+        """The trained weight of which `saved` is the cast, or a view of the cast; None: there is none."""
         if saved.dtype is not torch.get_autocast_dtype(self._device):
             return None
         node = saved.grad_fn if saved._base is None else saved._base.grad_fn
@@ -85,7 +85,7 @@ class WeightCasts:
     # Frozen -------------------------------------------------------------------------------------------------------
 
     def once(self, number: int, call: Callable[[Any], Any], *, make: bool) -> Callable[[Any], Any]:
-        """Wrap `call`, which runs a layer: it gets casts of frozen weights, made once per step. With `make=False` it gets only those that exist."""
+        """A function that runs `call`, a layer, with casts of its frozen weights. With `make=False`, only casts that exist are used."""
         if number not in self._frozen:
             own = self._layers[number : number + 1]  # empty for the loss
             weights = [weight for layer in own if not has_compiled(layer) for weight in layer.parameters()]
@@ -126,7 +126,7 @@ class WeightCasts:
             self._meter.leave_out(storage)
 
     def end_step(self) -> None:
-        """The step has ended, or failed: weights may change."""
+        """The step has ended, or failed: drop all casts, because weights may change now."""
         for storage in self._left_out:
             self._meter.count_again(storage)
         for held in (self._left_out, self._of_trained, self._of_frozen, self._frozen):
@@ -152,5 +152,5 @@ class _CastOnce(TorchFunctionMode):
 
 
 def has_compiled(layer: nn.Module) -> bool:
-    """Whether torch.compile runs a part of it: compiled code keeps the casts that it was compiled with."""
+    """Whether torch.compile runs a part of the layer. It gets none of our casts, because it would keep those that it is compiled with."""
     return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in layer.modules())

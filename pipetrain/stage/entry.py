@@ -1,4 +1,4 @@
-"""How tensors enter a stage, or the layer after a kept layer; and whether layers have changed them in place."""
+"""How tensors enter a stage, or in R the layer after a kept layer. Checks whether layers have changed them in place."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Gate(torch.autograd.Function):
     """Where a received tensor enters the graph of its stage, and where its gradient is picked up.
 
-    A leaf with `.grad` would not do: accumulation may change the gradient's strides, and thus a last bit, and no layer may change a leaf in
-    place. `anchor` makes the output require a gradient; the tensor itself is not held by the graph.
+    A leaf with `.grad` would not do: no layer may change a leaf in place, and accumulation may change the gradient's strides, and so a last
+    bit of later sums. `anchor` makes the output require a gradient. The graph does not hold the tensor itself.
     """
 
     @staticmethod
@@ -39,14 +39,14 @@ class Gate(torch.autograd.Function):
 
 # `Gate.apply` without its check for torch.func, which never runs around a stage. It takes half as long.
 _apply = super(torch.autograd.Function, Gate).apply
-# Torch's own node for a graph without a backward, as that of R. It takes a third of the time of `Gate`.
+# Torch's own node for a graph that no backward runs through, as that of R. It takes a third of the time of `Gate`.
 _without_backward = torch._C._functions.DelayedError("no backward runs through the graph of a recompute", 2)
 NODE_WITHOUT_BACKWARD = "Error"  # the name of its type
 
 
 def through_gate(anchor: Tensor, tensor: Tensor, sink: dict[int, Tensor] | None = None, leaf: int = 0) -> Tensor:
-    """`tensor` as it enters a graph: it needs a gradient and is not a leaf, because a layer may change it in place. Without a `sink` for the
-    gradient, no backward may run through the graph."""
+    """`tensor` as it enters a graph: it needs a gradient, and is no leaf, because a layer may change it in place. `sink` gets the gradient;
+    without it, no backward may run through the graph."""
     if sink is None:
         return _without_backward(anchor, tensor.data)[1]
     return _apply(anchor, tensor, sink, leaf)  # type: ignore[no-any-return, no-untyped-call]
@@ -54,8 +54,8 @@ def through_gate(anchor: Tensor, tensor: Tensor, sink: dict[int, Tensor] | None 
 
 class Entered(NamedTuple):
     """One tensor, and its version when it entered. `fixed`: why it may not change; empty: it may. `before`: a copy of the tensor, or the
-    leaf from which it was cloned; a comparison shows changes through `.data`, which versions miss. `is_clone`: the tensor is a clone of a
-    leaf; ignored if `fixed`."""
+    leaf from which it was cloned. A comparison with it finds changes through `.data`, which versions miss. `is_clone`: the tensor is a
+    clone of a leaf; ignored if `fixed`."""
 
     tensor: Tensor
     version: int
@@ -65,8 +65,8 @@ class Entered(NamedTuple):
 
 
 class Entry:
-    """The entry of one stage: if its layers are known to change the input in place, they get a clone, because R reads the input again.
-    `title` names the stage in an error, `name_of` its layers up to the `last`."""
+    """The entry of one stage. Layers that are known to change the input in place get a clone, because R reads the input again.
+    `title` names the stage in errors, `name_of` its layers up to the index `last`."""
 
     def __init__(self, anchor: Tensor, title: str, name_of: Callable[[int], str], last: int, has_loss: bool) -> None:
         self._anchor, self._title, self._name_of, self._last, self._has_loss = anchor, title, name_of, last, has_loss
@@ -76,14 +76,14 @@ class Entry:
     def enter(
         self, given: StageInput, sink: dict[int, Tensor] | None, *, recomputed: bool, clone: bool = False
     ) -> tuple[Any, list[Entered]]:
-        """The input tree for the first layer, and the tensors that `check` examines after the last layer. `sink` gets the gradients; None: in R.
-        `recomputed`: an R reads the input again. `clone`: clone the leaves, whether or not layers are known to change them."""
+        """The input tree for the first layer, and the tensors that `check` examines after the last layer. `sink` gets the gradients; R has
+        none. `recomputed`: an R reads the input again. `clone`: clone the leaves even if no layer is known to change them."""
         clones = clone or ((recomputed or given.is_shared) and self._clones) or (given.is_shared and not self._is_known)
-        # Look for changes through .data in the first run, and when the layers get their first clone.
+        # In the first run, and when the layers get their first clone, also look for changes through `.data`.
         look = not self._is_known or (clones and not self._clones)
         is_read_again = recomputed or given.is_shared
         leaves, watched = list(given.leaves), list[Entered]()
-        by_leaf: dict[int, Tensor] = {}  # given tensor -> the tensor that enters; several leaves may be one tensor
+        by_leaf: dict[int, Tensor] = {}  # id of a leaf -> what enters for it; several leaves may be one tensor
         for number, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
                 continue
@@ -108,7 +108,7 @@ class Entry:
         return leaves[0] if given.spec.is_leaf() else pytree.tree_unflatten(leaves, given.spec), watched
 
     def check(self, entered: Sequence[Entered]) -> None:
-        """Check after the layers have run: they may have changed in place only tensors that nothing else reads. Raises SavedTensorChanged."""
+        """Called after the layers have run. Raises SavedTensorChanged: they changed in place a tensor that something else reads."""
         self._is_known = True
         for tensor, version, fixed, before, is_clone in entered:
             if tensor._version == version and (before is None or same_values(tensor.detach(), before)):
@@ -131,7 +131,7 @@ _TARGET_READ_AGAIN = "leaf {} of its target, which loss_fn gets a second time wh
 
 
 class Passed(NamedTuple):
-    """R continues with this copy of a kept layer's output: the leaves of its tree, and which of them need a gradient."""
+    """A copy of a kept layer's output, from which R continues: the leaves of its tree, and which of them need a gradient."""
 
     leaves: list[Any]
     requires_grad: list[bool]
@@ -139,14 +139,14 @@ class Passed(NamedTuple):
 
     @staticmethod
     def of(output: Any) -> Passed:
-        """A copy, because the next layer may change the output in place."""
+        """Copies the output, because the next layer may change it in place."""
         leaves, spec = pytree.tree_flatten(output)
         copies = {id(leaf): copy_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
         requires_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         return Passed([copies.get(id(leaf), leaf) for leaf in leaves], requires_grad, spec)
 
     def again(self, anchor: Tensor) -> Any:
-        """The copy as the next layer's input in R. What autograd saves depends on which inputs need a gradient."""
+        """The copy as the next layer's input in R. The same leaves need a gradient as in F, since autograd saves tensors accordingly."""
         pairs = zip(self.leaves, self.requires_grad)
         leaves = [through_gate(anchor, leaf) if requires_grad else leaf for leaf, requires_grad in pairs]
         return pytree.tree_unflatten(leaves, self.spec)

@@ -1,4 +1,4 @@
-"""What a layer may not do, as errors that name it."""
+"""Errors for what a layer may not do; each names the layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, Node
 if TYPE_CHECKING:
     from pipetrain.stage.slots import LateBoundSet
 
-Signature = tuple[torch.Size, torch.dtype, type]  # of a saved tensor: the last is the class of the node that made it
+Signature = tuple[torch.Size, torch.dtype, type]  # of a saved tensor; the type is the class of the node that made it
 
 
 class RecomputeMismatch(RuntimeError):
@@ -39,7 +39,7 @@ _INSTEAD = "use the operation that returns a new tensor (relu instead of relu_, 
 _FUNCTORCH_REFUSES = "don't yet support saved tensor hooks"
 # What torch.autograd.grad says if its outputs do not depend on a tensor.
 _NOT_IN_THE_GRAPH = "appears to not have been used in the graph"
-# What autograd says of a saved tensor that was changed in place. It looks for that only without hooks.
+# What autograd says of a saved tensor that was changed in place. It checks this only for tensors saved without hooks.
 _CHANGED_IN_PLACE = "modified by an inplace operation"
 
 
@@ -55,8 +55,8 @@ def refuse_gradient_inside(
     error: BaseException | None = None,
     cut_before: tuple[str, str, str] | None = None,
 ) -> None:
-    """Raise LayerRefused if a layer raised `error`, or computed wrongly, because it took a gradient in its forward. `cut_before`, if the
-    input has a gradient: the title of the stage or part, `stage` or `part`, and advice for the cut."""
+    """Raise LayerRefused if the layer took a gradient in its forward that its stage cannot give; `error` is what it raised, if anything.
+    `cut_before`: the stage's or part's title, the word `stage` or `part`, and advice. None: the input of the stage needs no gradient."""
     name = name_of(layer)
     if late.wanted is not None and (late.wanted != layer or layer in late.free):
         raise LayerRefused(
@@ -79,12 +79,12 @@ def refuse_gradient_inside(
 
 
 def input_changed(what: str) -> SavedTensorChanged:
-    """`what` says who changes which input in place."""
+    """The error for an input that was changed in place. `what` says by whom, and which input."""
     return SavedTensorChanged(f"{what}: {_INSTEAD}")
 
 
 def saved_changed(where: str, shape: torch.Size, when: str, by: str = "") -> SavedTensorChanged:
-    """`where` names the layer, `by` the operation that saved the tensor."""
+    """The error for a changed saved tensor. `where` names the layer, `by` the operation that saved the tensor."""
     tensor = f"a tensor saved for backward by {by}" if by else f"a tensor {list(shape)} saved for backward"
     return SavedTensorChanged(f"{where}: {tensor} was changed in place {when}. Its gradient would be wrong: {_INSTEAD}")
 
@@ -101,7 +101,7 @@ def changed_node(roots: Iterable[GradientEdge]) -> Node | None:
             if name.startswith("_saved_") or name == "saved_tensors":
                 try:
                     getattr(node, name)
-                except RuntimeError as error:  # any other text says that the backward has freed the node
+                except RuntimeError as error:  # with any other text, the backward has already freed the node
                     if _CHANGED_IN_PLACE in str(error):
                         return node
         todo.extend(following for following, _ in node.next_functions if following is not None)
@@ -116,7 +116,7 @@ def as_text(signature: Signature) -> str:
 
 
 def mismatch(layer: str, what: str) -> RecomputeMismatch:
-    """`what`: what R of a layer does and F did not."""
+    """The error if R of `layer` did `what`, unlike F."""
     return RecomputeMismatch(
         f"{layer}: the recompute {what}. A layer that is recomputed must do the same operations on the same "
         "values both times: look for a counter, a cache, random numbers of its own or other state of the layer that F "

@@ -1,16 +1,16 @@
-"""The set of one microbatch that goes to host memory after F and comes back before B.
+"""The storages of one microbatch's set that go to host memory after F and come back before B.
 
     F        fills the slots, as for a kept set
-    OFFLOAD  asks for one copy of each storage into host memory, and empties the slots
-    RELOAD   asks for the copies back into new device memory, and fills the slots with views of it
-    B        reads the slots, as ever
+    OFFLOAD  asks for a copy of each of these storages into host memory, and empties their slots
+    RELOAD   asks for the copies back into new device memory, and fills these slots with views of it
+    B        reads the slots, as always
 
-The copies may end after OFFLOAD or RELOAD returns. Until then the caller holds the tensors that they read; it also makes B wait for the
-copies of RELOAD.
+OFFLOAD and RELOAD may return before their copies end. Until they end, the caller holds the tensors that they read. The caller also
+makes B wait for the copies of RELOAD.
 
-Parameters, their casts, and tensors without plain bytes (sparse, nested, quantized, subclasses) stay on the device. So do
-storages below 64 KiB, whose copies would cost more than their memory is worth, and storages that others hold too, such as the
-batch of which a microbatch is a slice.
+Parameters, their casts, and tensors without plain bytes (sparse, nested, quantized, subclasses) stay on the device, in their slots.
+So do storages below 64 KiB, which are not worth a copy, and storages that others hold too, such as the batch of which a microbatch
+is a slice.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ALIGNMENT = 64  # bytes: the alignment of each storage in host memory; enough f
 
 
 class _View(NamedTuple):
-    """The view that a slot's tensor is of its storage, so that it can be made again from a copy."""
+    """Where the tensor of a slot lies in its storage, so that an equal view of a copy of the storage can be made."""
 
     slot: Slot
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class _View(NamedTuple):
 
 
 class HostSet:
-    """The storages of a set that are copied. `num_bytes` of the host's memory hold them, one after the other."""
+    """The storages of a set that are copied. They take `num_bytes` of host memory, in which they lie one after the other."""
 
     def __init__(
         self, late: LateBoundSet, meter: ActivationMeter, device: torch.device, staying: Set[int] = frozenset()
@@ -82,9 +82,9 @@ class HostSet:
         return self._starts[-1]
 
     def leave(self, memory: Tensor, copy: Copy) -> list[Any]:
-        """OFFLOAD: asks for the copies into `memory` (uint8, on the host), and empties the slots.
+        """OFFLOAD: asks for the copies into `memory` (uint8, on the host), and empties the slots of the copied storages.
 
-        Returns objects that the caller must hold until the copies have ended, so that their memory stays and is counted.
+        Returns objects that the caller must hold until the copies have ended: they keep the memory allocated and counted.
 
         Raises:
             SavedTensorChanged: a tensor was changed in place since F saved it.
@@ -103,9 +103,9 @@ class HostSet:
         return held
 
     def come_back(self, allocate: Allocate, copy: Copy) -> Tensor:
-        """RELOAD: asks for the copies into memory that `allocate` gives for a number of bytes, and fills the slots with views of it.
+        """RELOAD: asks for the copies into memory that `allocate(num_bytes)` returns, and fills the slots of `leave` with views of it.
 
-        Returns the memory of the host, which may be used again when the copies have ended.
+        Returns the `memory` on the host, which may be used again when the copies have ended.
         """
         assert self._memory is not None
         memory, self._memory = self._memory, None
@@ -117,12 +117,12 @@ class HostSet:
                 view.slot.fill(tensor)
                 view.slot.counted = CountedBytes(self._meter, 0, (tensor,))
         self._views = []
-        self._late.slots.clear()  # the graph owns them; each goes with its node
+        self._late.slots.clear()  # the graph owns them; each is freed with its node
         return memory
 
 
 def _has_plain_bytes(tensor: Tensor) -> bool:
-    """Whether the bytes of a storage, which is large enough to be copied, and the strides determine the tensor."""
+    """Whether the tensor can be made again from the bytes of its storage and a `_View`, and the storage has `LEAST_BYTES` or more."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and is_dense(tensor)

@@ -1,4 +1,4 @@
-"""F of a stage without a graph: for `evaluate`, for the call of a pipeline, and for generation token by token."""
+"""F of a stage without a graph: for `evaluate`, for a call of the pipeline without a loss, and for generation token by token."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pipetrain.stage.stage import Stage
 
 
 def infer(stage: AnyStage, given: StageInput, *, with_loss: bool, past: Past | None = None) -> StageOutput:
-    """F without a graph; with the weighted loss at its end if `with_loss`. With `past`, layers read the earlier tokens from it, and F runs in
-    inference mode, because torch's bookkeeping for backward would take a tenth of the time of one token."""
+    """F without a graph. `with_loss`: the last stage ends with the weighted loss. With `past`, layers read earlier tokens from it, and F
+    runs in inference mode, which saves torch's bookkeeping for backward: a tenth of the time of one token."""
     for part in stage.parts if isinstance(stage, SegmentedStage) else (stage,):
         output = _infer(part, given, with_loss=with_loss, past=past)
         given = given._replace(leaves=output.leaves, spec=output.spec)
@@ -51,7 +51,7 @@ def _infer(stage: Stage, given: StageInput, *, with_loss: bool, past: Past | Non
 
 
 def prepare_stage(stage: AnyStage, past: Past) -> None:
-    """Let layers compute what depends only on the positions of the new tokens, while their input is still being received."""
+    """While the input is still being received, let layers compute what depends only on the positions of the new tokens."""
     with torch.inference_mode():
         for layer in stage.layers:
             prepare_cached(layer, past)

@@ -1,12 +1,12 @@
 """Finds out, in the first microbatch of a kind of step, whether a layer can be recomputed: R must do what F did, and leave nothing behind.
 
-A copy of the layer, which shares its parameters, runs on what the layer gets, with its seed:
+A copy of the layer, which shares its trained parameters, runs with the layer's seed on a copy of its input:
 
-    ahead of F   [1] does it take a gradient inside its forward? Saved-tensor hooks prevent that, so it is kept and runs without hooks
-    after F      [2] does it save something else than F has saved?  [3] does it change its attributes? If so, it is kept
-                 [4] does memory stay allocated besides its output and its saved tensors?
+    before F       [1] does it take a gradient inside its forward? Then the layer is kept, and runs without hooks, which prevent that
+    after F, if    [2] does it save other tensors or values than F did?  [3] does it change its attributes? Then the layer is kept
+    R will run     [4] does memory stay allocated besides its output and its saved tensors? Then slots may not hold R's graph
 
-The proof (`proof.py`) compares R itself with F, and raises an error. The copy finds differences earlier, when the layer can be kept.
+The proof (`proof.py`) compares R itself with F, and raises an error. The copy finds differences before R, so the layer can be kept.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LITTLE_BYTES = 1 << 16
 
 
 class FirstLook:
-    """Inspects the layers of a stage around one F. With `compares`, an R will follow, so a copy of each layer also runs after F."""
+    """Inspects the layers of a stage around one F. `compares`: an R will follow, so the copy of each layer also runs after F."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class FirstLook:
             self._keep(range(first, number + 1), why, free=True)
 
     def _keep(self, layers: Sequence[int], why: str, *, free: bool = False, num_bytes: int = 0) -> None:
-        """From now on no R runs these layers; `free`: they run without hooks."""
+        """Keep these layers: from now on R does not run them. `free`: F runs them without hooks."""
         stage, late, last = self.stage, self.late, max(layers)
         stage.kept.update(layers)
         stage.free.update(layers if free else ())
@@ -140,9 +140,9 @@ class RefusesHooks(BaseException):
 
 
 class LayerInspection:
-    """Inspects one layer, or the loss, before and after one F; `value` is what it gets."""
+    """Inspects one layer, or the loss, before and after one F; `value` is its input."""
 
-    held_outside: int | None = None  # bytes that stay after the copy's run besides its output and what it saved
+    held_outside: int | None = None  # bytes that the copy's run leaves allocated besides its output and saved tensors
 
     def __init__(self, look: FirstLook, number: int, value: Any) -> None:
         self._stage, self._deferral, self._number = look.stage, look.deferral, number
@@ -155,9 +155,9 @@ class LayerInspection:
         self._given = [(leaf, own_traces(leaf)) for leaf in objects]
         self._own, self._outer = own_traces(self._layer), outer_traces(self._layer)
         self._rebinds = rebound_outside(self._layer)  # a copy would rebind it, too
-        # If no R follows, a forward may change frozen weights. The copy of the layer must not change them, so it gets copies.
+        # If no R follows, F may change frozen weights. So that the copy of the layer does not change them too, it gets copies of them.
         shared = [one for one in stage.state.parameters if one.requires_grad or not look.late.keep]
-        # No copy of a layer that reaches outside of itself: the copy would, too.
+        # A layer that can change objects outside of itself gets no copy: the copy would change these objects, too.
         self._twin: Any = None if self._rebinds or holds_outside(self._layer) else _twin_of(self._layer, shared)
         named = self._layer.named_buffers() if isinstance(self._layer, nn.Module) else ()
         self._buffer_names = {name for name, _ in named}
@@ -220,18 +220,18 @@ class LayerInspection:
         return None
 
     def _put_buffers_back(self) -> None:
-        """Let the copy read the values that F read."""
+        """Give the copy's buffers the values that they had before F."""
         for module, name, buffer, values in self._buffers:
-            if module._buffers.get(name) is buffer:  # a new buffer object of F stays: R finds it, too
+            if module._buffers.get(name) is buffer:  # else the first run put in a new one, as F did: R will read that
                 buffer.data = values.clone()
 
     def _late_buffers(self) -> Look:
-        """Checksums of buffers that the layer registered in this F: R would find the values of a later forward in them."""
+        """Checksums of buffers that the first run registers. F made no copies of them, so R would read the values of a later F."""
         named = self._twin.named_buffers() if isinstance(self._twin, nn.Module) else ()
         return {name: checksum([buffer.cpu()]) for name, buffer in named if name not in self._buffer_names}
 
     def _run(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
-        """Run the copy with the seed of F, on values of its own: it may change them in place."""
+        """Run the copy of the layer with the seed of F, on a copy of the input, which it may change in place."""
         stage, number = self._stage, self._number
         call: Any = self._twin
         if number == len(stage.layers):
@@ -263,11 +263,11 @@ class _StoragesMade(TorchDispatchMode):
         return output
 
     def bytes_left(self, allowed: Any) -> int:
-        """Bytes of these storages that are still alive, without those of tensors in `allowed`."""
+        """Bytes of these storages that are still allocated, without storages of tensors in `allowed`."""
         for key in _storages_in(allowed):
             self._made.pop(key, None)
         if self._num_alive() >= _LITTLE_BYTES:
-            gc.collect()  # cycles are garbage, not held
+            gc.collect()  # unreachable cycles do not count
         return self._num_alive()
 
     def _num_alive(self) -> int:
@@ -298,7 +298,7 @@ def _listening_to_functorch() -> Iterator[None]:
 
 
 def _twin_of(layer: Any, shared: Iterable[Tensor]) -> Any:
-    """A copy, with the tensors `shared`; None for compiled and sharded layers, and for what cannot be copied."""
+    """A copy of `layer` that has the tensors `shared` themselves. None: the layer is compiled or sharded, or cannot be copied."""
     known = {id(tensor): tensor for tensor in shared}
     if isinstance(layer, nn.Module):
         if has_compiled(layer) or is_sharded(layer) or isinstance(layer, torch.jit.ScriptModule):
@@ -312,7 +312,7 @@ def _twin_of(layer: Any, shared: Iterable[Tensor]) -> Any:
 
 
 def _own_copy(value: Any) -> Any:
-    """`value` with copies of its tensors, which may be changed in place, and of the objects in it."""
+    """`value` with copies of its tensors and other objects: a layer may change them in place."""
     leaves, spec = pytree.tree_flatten(value)
     tensors: dict[int, Tensor] = {}
     for number, leaf in enumerate(leaves):

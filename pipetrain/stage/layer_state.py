@@ -1,7 +1,7 @@
-"""Buffers that forwards change: R must see what F saw, and leave no trace.
+"""Buffers that forwards change: R must read the values that F read, and must leave the buffers as they were.
 
 In the first F of a kind of step, buffers are compared before and after it. Those that differ are *known to change* and are copied before each
-F that has an R. Small buffers are copied in any case, since some change only later; larger ones are watched by their version.
+F that has an R. Small buffers are copied too, since they may start to change later. Of other buffers, the versions are compared.
 
     F    before = before_forward()     [1] copies of what may change
          seen = after_forward(before)  [2] in the first F: what has changed? Later: has anything changed that was not copied?
@@ -28,12 +28,12 @@ from pipetrain.stage.traces import modules_of_the_user
 
 @dataclass
 class Before:
-    """The state before an F. An F that finds out what changes (`learning`) copies all buffers and notes all parameters. Any other F copies
-    what R needs."""
+    """The state before an F. `learning`: this F finds out what changes, so all buffers are copied and all parameters noted. Otherwise only
+    the buffers that R needs are copied."""
 
     learning: bool
     buffers: TensorCopies
-    watched: list[tuple[Tensor, int]] = field(default_factory=list)  # larger buffers, with their versions
+    watched: list[tuple[Tensor, int]] = field(default_factory=list)  # buffers that are not copied, with their versions
     # Parameters, with their versions and fingerprints.
     parameters: Sequence[tuple[Tensor, int, Tensor | None]] = field(default_factory=list)
 
@@ -59,12 +59,12 @@ class LayerState:
         self.seeders: list[Callable[[int], object]] = []  # per layer, a function that seeds; the last: for the loss
         self.watched: list[list[tuple[str, nn.Module]]] = []  # by layer, modules that may have state in attributes
         self.parameters: list[nn.Parameter] = []  # of the layers, as of this step
-        self.sight = 0  # one number per combination of modules, modes and parameters that need a gradient
+        self.sight = 0  # a number for the present modules, modes, and parameters that need a gradient
         self._sights: dict[tuple[Any, ...], int] = {}
         self._modules: list[nn.Module] = []
         self._modes: list[bool] = []
         self._changing: list[Tensor] = []  # buffers that were found to change
-        self.normal: set[int] = set()  # ids of buffers of normalisation layers: changes raise no version
+        self.normal: set[int] = set()  # ids of buffers of normalisation layers, whose versions miss changes
         self._last_buffers: list[Tensor] = []  # `_copied` and `_watched` were made from these
         self._copied: list[Tensor] = []
         self._watched: list[Tensor] = []
@@ -83,7 +83,7 @@ class LayerState:
                 )
 
     def look(self) -> None:
-        """Once in a step, list the modules and their modes. If one is new or switched between train and eval, find out again which buffers change."""
+        """Once per step, list the modules and their modes. After a change of either, the next F finds out again which buffers change."""
         of_layers = modules_below(self._parts[:-1])
         modules = of_layers if self._parts[-1] is None else modules_below(self._parts)
         modes = list(map(_IS_TRAINING, modules))
@@ -93,7 +93,7 @@ class LayerState:
         if modes != self._modes or modules != self._modules:
             self._modules, self._modes = modules, modes
             self._learning = True
-            # Running statistics change without a new version, but no backward reads them.
+            # Running statistics change without a new version. That is safe, because no backward reads them.
             norms = [module for module in modules if isinstance(module, _NormBase)]
             self.normal = {id(buffer) for module in norms for buffer in module._buffers.values()}
             self.watched = [modules_of_the_user(layer) for layer in self._parts[:-1]]
@@ -119,8 +119,8 @@ class LayerState:
         return Before(False, copies, watched)
 
     def after_forward(self, before: Before, *, recomputed: bool) -> TensorCopies:
-        """Called when F has ended; returns the buffers as F saw them, for R. Raises StateChanged: F changed a parameter, or a buffer that was not
-        copied, so R cannot get its old value."""
+        """Called when F has ended. Returns, for R, copies of the buffers as F read them. Raises StateChanged: F changed a parameter, or a
+        buffer that was not copied, so R cannot get its old value."""
         if before.learning:
             self._refuse_changed_parameters(before)
             self._changing = before.buffers.changed()
@@ -140,8 +140,8 @@ class LayerState:
         return before.buffers
 
     def live_storages(self) -> Set[int]:
-        """The storages of small buffers, and of buffers known to change. A later F may change them, so at the end of F the stage copies what B
-        reads from them. A small buffer may start to change at any time."""
+        """The storages of buffers known to change, and of small buffers, which may start to change at any time. A later F may change these
+        storages, so the end of F copies saved tensors that lie in them."""
         small = {storage_key(buffer) for buffer in buffers_in(self._modules) if is_small(buffer)}
         return (small | set(map(storage_key, self._changing))) - {0}
 
@@ -155,7 +155,7 @@ class LayerState:
 
     def _refuse_changed_parameters(self, before: Before) -> None:
         for parameter, version, was in before.parameters:
-            # R, or B at a saved tensor, notices a change that bumps the version.
+            # R and B compare versions, so they find a change that raised the version.
             if was is None or version_of(parameter) != version:
                 continue
             now = fingerprint(parameter)
@@ -179,11 +179,11 @@ class LayerState:
         return next((name for name, own in self._named_tensors() if own is tensor), "a tensor")
 
 
-# Modules, parameters and buffers as `nn.Module` lists them, ten times as fast: every step needs them -------------------
+# Every step lists modules, parameters and buffers. These functions are ten times as fast as `nn.Module`'s -------------------
 
 
 def modules_below(roots: Iterable[Any]) -> list[nn.Module]:
-    """Every module once, in the order of `nn.Module.modules`; roots that are no modules are skipped."""
+    """Every module below `roots` once, in the order of `nn.Module.modules`; roots that are no modules are skipped."""
     found: dict[nn.Module, None] = {}
     waiting = list(roots)[::-1]
     while waiting:

@@ -1,4 +1,4 @@
-"""Refuses leaves of F's graph that are no parameters of the stage, and losses that are left in attributes: gradients would be lost.
+"""Refuses leaves of F's graph that are no parameters of the stage, and losses that layers leave in attributes: gradients would be lost.
 
 Such a leaf is a weight of another stage (its copy on the other rank would be updated differently), or a tensor outside of all
 `parameters()`, which no optimizer clips or updates. It is refused by name. A leaf that a forward makes for itself
@@ -23,11 +23,11 @@ from torch.utils import _pytree as pytree
 
 from pipetrain.stage.traces import is_of_the_user, members_of, names_in
 
-OnLayer = Callable[[int, Any], None]  # given the global number of a layer and what it returned
+OnLayer = Callable[[int, Any], None]  # called with the global index of a layer, and its output
 NameOf = Callable[[Tensor], str | None]  # what a tensor is called in the whole model; None: it is not known there
 
-_DEEPEST = 6  # attributes of attributes that are searched
-_MOST_SEEN = 100_000  # objects; then the search ends, for example in a list of all samples
+_DEEPEST = 6  # levels: an attribute, its attributes or entries, and so on
+_MOST_SEEN = 100_000  # objects; then the search ends, as it may in a list of all samples
 
 
 def no_names(_tensor: Tensor) -> str | None:
@@ -86,7 +86,7 @@ class LeafWatch:
             before.clear()
 
     def _tensors_in_attributes(self) -> Iterator[tuple[int, str, Tensor]]:
-        """Yields (layer, attribute, tensor) for tensors with a graph in attributes of the layers, or in a list or dict in one."""
+        """Yields (layer, attribute, tensor): each tensor with a graph that an attribute of a layer holds, itself or in a list or dict."""
         for number, layer in enumerate(self._layers, start=self._first_layer):
             for path, module in layer.named_modules():
                 for name, value in members_of(module, of_modules=False):
@@ -110,7 +110,7 @@ class LeafWatch:
         return _references(node) > _references_of_nobody()
 
     def _user(self, number: int) -> Any:
-        """The layer of this number, or loss_fn, which has the number after the last."""
+        """The layer with this global index, or loss_fn, whose index follows that of the last layer."""
         place = number - self._first_layer
         return self._loss_fn if place >= len(self._layers) else self._layers[place]
 
@@ -172,7 +172,7 @@ def leaf_of(node: Node) -> Tensor:
 
 
 def is_sharded(user: Any) -> bool:
-    """Whether `fully_shard` replaces a layer's parameters by gathered ones, which are other leaves."""
+    """Whether `fully_shard` was applied in a layer: gathered parameters, which are other leaves, then replace its own in F."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     modules = user.modules() if fsdp is not None and isinstance(user, nn.Module) else ()
     return any(isinstance(module, fsdp.FSDPModule) for module in modules)  # type: ignore[union-attr]
@@ -202,7 +202,7 @@ def _path_to(wanted: Tensor, user: Any) -> str:
 def first_named(
     function: Callable[..., Any], is_wanted: Callable[[Any], bool], passed_over: Iterable[Any]
 ) -> tuple[str, Any] | None:
-    """The name and object of the first hit of `named_paths`; None if there is none. Objects in `passed_over` are not searched."""
+    """The name and object of the first result of `named_paths`; None: there is none. Objects in `passed_over` are not searched."""
     found = next(named_paths(function, is_wanted, {id(thing) for thing in passed_over}), None)
     return found and (f"{found[0]} of {_name_of_thing(function)}", found[1])
 
@@ -210,17 +210,17 @@ def first_named(
 def named_paths(
     function: Callable[..., Any], is_wanted: Callable[[Any], bool], seen: set[int] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """As `paths`, along attributes that the code of `function` names. A method of a trainer reaches the model's layers only if it says
-    `self.model`."""
+    """As `paths`, but only through attributes that the code of `function` names. So a trainer's method leads to the model's layers only if
+    its code has `self.model`."""
     return paths(function, is_wanted, seen, names=_names_in_code(function))
 
 
-# Methods that return parts of a module, so that code can use parts without naming them.
+# Methods that return parts of a module. Code that calls one may use any part without naming it.
 _ALL_MODULES = frozenset({"modules", "children", "named_modules", "named_children", "parameters", "named_parameters"})
 
 
 def _names_in_code(root: Any) -> set[str]:
-    """Names in the code of a function and of functions that it uses: from its module, its closure, or members of objects that it names."""
+    """Names in the code of `root`, and of functions and methods that this code can reach: through globals, its closure or their members."""
     names: set[str] = set()
     kinds: set[type] = set()
     seen: set[int] = set()
@@ -253,8 +253,8 @@ def _name_of_thing(thing: Any) -> str:
 def paths(
     root: Any, is_wanted: Callable[[Any], bool], seen: set[int] | None = None, *, names: Set[str] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """The objects below `root` that `is_wanted`, each after its path as text (`model[0]`). Objects in `seen` are skipped; the others are added.
-    With `names`, only these attributes are followed, and all parts of a module if `names` has one of `_ALL_MODULES`."""
+    """Pairs (path, object) of objects below `root` that `is_wanted` accepts; a path is `model[0]`. Objects in `seen` are skipped, others added.
+    With `names`, only these attributes are followed, but all parts of modules if `names` has one of `_ALL_MODULES`."""
     seen = set() if seen is None else seen
     has_all = names is None or bool(names & _ALL_MODULES)
 

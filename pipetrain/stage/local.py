@@ -1,4 +1,4 @@
-"""A leaf that the first layer of a stage makes for the stage's other layers; it is sent to no other stage."""
+"""A value that a stage's first layer makes for the other layers of this stage. It is not sent to other stages."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch.utils import _pytree as pytree
 
 
 class StageLocal:
-    """Holds anything, as one leaf of the tree that goes from layer to layer. In the output of a stage, None takes its place.
+    """Holds any value, as one leaf of the tree that goes from layer to layer. In the output of a stage, None replaces it.
 
     The runtime does not look into it: its tensors are neither sent nor stashed, and get no gradient. Tensors in it that autograd saves
-    belong to the activation set, and count once however many layers save them. They are freed at the end of F if an R will come, else after
-    B. A layer that gets None instead of a `StageLocal` makes a new one.
+    belong to the activation set, and count once, even if several layers save them. They are freed at the end of F if R will run, else
+    after B. A layer that gets None instead of a `StageLocal` makes a new one.
     """
 
     __slots__ = ("value",)

@@ -1,7 +1,7 @@
 """The activation meter: bytes of distinct storages that a rank holds for a later B.
 
-A storage counts once however many tensors view it. Its key is its identity, not its address, because the allocator reuses addresses.
-Parameters and buffers do not count, nor do casts of parameters that all sets share.
+A storage counts once, even if several tensors view it. Its key is its identity, not its address, because the allocator reuses addresses.
+Parameters, buffers, and casts of parameters that all sets share do not count.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def storages_of(tensor: Tensor) -> list[UntypedStorage]:
 
 
 class ActivationMeter:
-    """Holds a count per storage. The holder of a tensor calls `hold`, and later `release` with the returned key."""
+    """Counts the holders of each storage. The holder of a tensor calls `hold`, and later `release` with the key that `hold` returned."""
 
     def __init__(self) -> None:
         self._holders: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
         self._weights: frozenset[int] = frozenset()
         self._left_out: dict[int, int] = {}  # storage of a weight's cast -> how many callers left it out
-        self._on_their_way: dict[int, int] = {}  # storage -> messages that hold it: not yet sent, or not yet used
+        self._on_their_way: dict[int, int] = {}  # storage -> how many messages hold it, not yet sent or not yet used
         self.current_bytes = 0
-        self._apart_bytes = 0  # the part of `current_bytes` that other threads than the computing one added
+        self._apart_bytes = 0  # the part of `current_bytes` that was added within `apart`
         self.peak_bytes = 0
         self.stage_bytes = 0  # `current_bytes` without storages that only messages hold
         self.peak_stage_bytes = 0
@@ -49,18 +49,18 @@ class ActivationMeter:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """In the block, a thread that does not compute adds and releases; `own_bytes` does not change."""
+        """For threads that do not compute: what the block adds and releases does not change `own_bytes`."""
         with self._lock:
             before = self.current_bytes
             yield
             self._apart_bytes += self.current_bytes - before
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
-        """Do not count the storages of these: the parameters and buffers of the rank."""
+        """Do not count the storages of `tensors`, the parameters and buffers of the rank."""
         self._weights = frozenset(storage._cdata for tensor in tensors for storage in storages_of(tensor))
 
     def leave_out(self, storage: int) -> None:
-        """Do not count this storage until `count_again`: it stays allocated in any case."""
+        """Do not count this storage until `count_again`: a weight's cast stays allocated, whoever holds it."""
         with self._lock:
             self._left_out[storage] = self._left_out.get(storage, 0) + 1
 
@@ -71,8 +71,8 @@ class ActivationMeter:
                 del self._left_out[storage]
 
     def hold(self, tensor: Tensor, *, on_its_way: bool = False) -> int:
-        """Count the storage of `tensor`; returns the key to release it by (0: it does not count). `on_its_way`: the holder is an outgoing
-        message not yet sent, or an incoming one not yet used."""
+        """Count the storage of `tensor`. Returns the key for `release`; 0: the storage does not count. `on_its_way`: the holder is an
+        outgoing message not yet sent, or an incoming one not yet used."""
         is_dense = tensor.layout is torch.strided and not tensor.is_nested
         storages = [tensor.untyped_storage()] if is_dense else storages_of(tensor)
         key: int = storages[0]._cdata if storages else 0
@@ -93,7 +93,7 @@ class ActivationMeter:
         return key
 
     def release(self, key: int, *, on_its_way: bool = False) -> None:
-        """End one `hold` of the storage. Call it while the holder still owns the tensor, else the identity may belong to another storage."""
+        """End one `hold` of the storage. Call this while the holder still has the tensor; later the key may be that of another storage."""
         if not key:
             return
         with self._lock:
@@ -111,7 +111,7 @@ class ActivationMeter:
                 self.current_bytes -= self._sizes.pop(key)
 
     def uncounted_bytes(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of the storages of `tensors` that no `hold` counts, each once, without weights and storages that are left out."""
+        """Bytes of those storages of `tensors` that no `hold` counts. Each counts once; weights and left-out storages do not."""
         found: dict[int, int] = {}
         for tensor in tensors:
             storages = storages_of(tensor)
@@ -124,7 +124,7 @@ class ActivationMeter:
         return storage in self._weights or storage in self._left_out
 
     def add(self, num_bytes: int) -> None:
-        """Count `num_bytes` more, or fewer if negative, in storages that nobody else holds."""
+        """Count `num_bytes` more (fewer if negative), for storages that nothing else holds."""
         with self._lock:
             self.current_bytes += num_bytes
             self.stage_bytes += num_bytes
@@ -141,8 +141,8 @@ class ActivationMeter:
 
 
 class CountedBytes:
-    """Counts bytes in the meter until nothing refers to this object any more; each slot of a set refers to it. It counts `own_bytes`, and
-    the storages of `shared` tensors, which others may also hold."""
+    """Counts bytes in the meter until this object is freed; each slot of a set refers to it. It counts `own_bytes`, and the storages of
+    `shared` tensors, which other objects may hold as well."""
 
     __slots__ = ("_keys", "_meter", "_shared", "num_bytes")
 
@@ -160,8 +160,8 @@ class CountedBytes:
 
 
 class SetSize:
-    """The bytes of each set of one kind, found from the first two: a storage in both (such as a table) is shared; the others belong to one
-    set."""
+    """The bytes of a set of one kind, found from the first two sets. A storage in both (such as a table) is shared by all sets; any other
+    belongs to one set."""
 
     def __init__(self) -> None:
         self.is_known = False
@@ -170,7 +170,7 @@ class SetSize:
         self._of_first: dict[int, StorageWeakRef] | None = None
 
     def counted(self, meter: ActivationMeter, tensors: Iterable[Tensor]) -> CountedBytes:
-        """Count a set. Its `tensors` are looked at only until the size is known."""
+        """Count a set. Once the size is known, `tensors` are ignored."""
         if self.is_known:
             return CountedBytes(meter, self._own_bytes, self._shared)
         by_storage = {storage_key(tensor): tensor for tensor in tensors}

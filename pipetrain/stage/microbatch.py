@@ -24,10 +24,10 @@ from pipetrain.stage.tensor_copies import TensorCopies, is_dense, storage_key
 class StageInput(NamedTuple):
     """The input of F. Several leaves may be one tensor: an in-place change of one leaf changes all of them.
 
-    `seeds_of` gives the seeds of layers by their global indices. `target` and `weight` are for the stage that computes the loss. F calls
-    `on_layer` with the global index and the output of each layer (`WithLosses` once losses were added); the loss has the index after the
-    last layer's. `is_shared`: another stage of this rank reads the same memory, so in-place changes must not reach that memory. `fixed` are
-    leaves, and `fixed_target` leaves of the target, that may never be changed in place: index -> text for the error.
+    `seeds_of` returns the seeds of the layers with these global indices. `target` and `weight` are for the stage that computes the loss.
+    After each layer, F calls `on_layer(global index, output)`; the output is a `WithLosses` once a layer has added a loss. The loss has the
+    index after the last layer. `is_shared`: another stage of this rank reads the same memory, so layers that change it get a clone. Leaves
+    in `fixed`, and leaves of the target in `fixed_target`, may never be changed in place; the values are texts for the error.
     """
 
     leaves: tuple[Any, ...]
@@ -64,7 +64,7 @@ _ONE_LEAF = pytree.tree_structure(0)  # the structure of a value that is one lea
 
 
 def detached(outputs: Any, roots: list[GradientEdge | None]) -> StageOutput:
-    """The output of layers without its graph. `roots` gets an edge per leaf: a stage holds edges, so the output is free once it is sent."""
+    """The output of layers without its graph. `roots` gets each leaf's edge, or None. As stages hold edges only, sent outputs are freed."""
     if isinstance(outputs, Tensor):
         roots.append(get_gradient_edge(outputs) if outputs.requires_grad else None)
         return StageOutput((outputs.detach(),), _ONE_LEAF, (outputs.requires_grad,))
@@ -84,14 +84,14 @@ def detached(outputs: Any, roots: list[GradientEdge | None]) -> StageOutput:
 class MicrobatchKind:
     """What all microbatches of one kind (shapes, modes, which tensors need a gradient) have in common; known once one has run.
 
-    `others` are indices of leaves that share storages with a kept set. They count the input's leaves, then the output's.
-    `is_plain`: autograd may hold a kept set without slots, since no later F changes a tensor in it.
+    `others`: which leaves share storages with a kept set. Leaves are numbered: first the input's, then the output's.
+    `is_plain`: F of a kept microbatch may run without hooks, because no later F changes a tensor that autograd saves.
     """
 
     has_run: bool = False
     others: tuple[int, ...] = ()
     is_plain: bool = False
-    kept_size: SetSize = field(default_factory=SetSize)
+    kept_size: SetSize = field(default_factory=SetSize)  # of a kept set
     size: SetSize = field(default_factory=SetSize)  # of a set that R fills
 
 
@@ -103,17 +103,17 @@ class Held:
     num_inputs: int
     kind: MicrobatchKind
     seeds: list[int]  # of the layers and the loss
-    late: LateBoundSet | None = None  # None for a kept set that autograd holds by itself
+    late: LateBoundSet | None = None  # None if F ran without hooks: autograd holds the kept set
     deferral: Deferral | None = None  # None: the backward is not split
     has_casts: bool = False
     seen: TensorCopies = NO_COPIES  # buffers as F saw them
-    roots: list[GradientEdge | None] = field(default_factory=list)  # an edge per output leaf that has a gradient
+    roots: list[GradientEdge | None] = field(default_factory=list)  # per output leaf, its edge; None: no gradient
     loss: tuple[torch.Size, torch.dtype] | None = None
     sink: dict[int, Tensor] = field(default_factory=dict)  # input leaf -> its gradient
     # Tensors that the meter counts, with their keys: the stashed input, and leaves that share storages with a kept set.
     counted: list[tuple[Tensor, int]] = field(default_factory=list)
     passed: dict[int, Passed] = field(default_factory=dict)  # by layer
-    size: CountedBytes | None = None  # of a kept set that autograd holds
-    host_set: HostSet | None = None  # the part of the set that goes to host memory
-    lent: frozenset[int] = frozenset()  # storages larger than the input leaf in them
+    size: CountedBytes | None = None  # of a kept set, if F ran without hooks
+    host_set: HostSet | None = None  # the storages of the set that go to host memory
+    lent: frozenset[int] = frozenset()  # `lent_storages` of the input, which stay on the device
     ends: list[int] = field(default_factory=list)  # per layer, the sequence number of its last node in autograd

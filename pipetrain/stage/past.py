@@ -1,13 +1,13 @@
-"""The cache of a rank's layers for generation token by token: tensors that they keep of earlier tokens, such as keys and values.
+"""A rank's cache for generation token by token: its layers keep tensors of earlier tokens in it, such as keys and values.
 
-A layer that reads other positions than its own needs a method for it:
+A layer whose output at one position depends on earlier positions needs this method:
 
-    def forward_cached(self, value, past):        # gets the new positions alone; runs in eval and inference mode
+    def forward_cached(self, value, past):        # `value`: the new positions only; in eval and inference mode
         keys, values = past.extend(self, keys, values)      # keys and values of the earlier and the new positions
 
 `past` has the positions of the new tokens and the number of earlier ones. (Libraries read this number from the cache of the model's
-first layer, but a stage may lack that layer.) A layer may have a method `prepare_cached(past)` for tensors that depend on positions
-alone: the runtime calls it while the value is still being received.
+first layer, which another rank may hold.) A layer may have a method `prepare_cached(past)`, which computes tensors that depend on
+positions alone. The runtime calls it while the value is still being received.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from torch import Tensor, nn
 
 _T = TypeVar("_T")
 
-# These layers compute each position by itself, so they need to keep nothing.
+# These layers compute each position by itself, so they need no cache.
 _BY_POSITION = (nn.Embedding, nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU)
-# Room for this many more positions is allocated at once, so that a token does not copy all earlier keys and values.
+# Memory for at least this many more positions is allocated at once, so that not every token copies all earlier keys and values.
 _FIRST_ROOM = 64
 
 
 def goes_on(layer: nn.Module) -> bool:
-    """Whether a layer can continue from earlier tokens, or does not depend on them."""
+    """Whether a layer can run on new positions alone: it has `forward_cached`, or it computes each position by itself."""
     return hasattr(layer, "forward_cached") or isinstance(layer, _BY_POSITION)
 
 
 def prepare_cached(layer: Any, past: Past) -> None:
-    """Let a layer that `goes_on` compute tensors that depend only on the new positions, before its input has come."""
+    """Before the input arrives, let a layer compute tensors that depend only on the new positions, if it has the method."""
     if hasattr(layer, "prepare_cached"):
         layer.prepare_cached(past)
 
 
 def run_cached(layer: Any, value: Any, past: Past) -> Any:
-    """The output of a layer that `goes_on` for the new positions."""
+    """The output for the new positions, of a layer for which `goes_on` returned True."""
     return layer.forward_cached(value, past) if hasattr(layer, "forward_cached") else layer(value)
 
 
 def set_trainable(layers: Iterable[nn.Module]) -> None:
-    """Replace inference tensors that layers keep, such as a table, by plain copies: no backward takes inference tensors."""
+    """Replace inference tensors in buffers and attributes of layers by plain copies: no backward takes inference tensors."""
     done: dict[int, Tensor] = {}
     for module in (module for layer in layers for module in layer.modules()):
         for kept in (module._buffers, vars(module)):
@@ -64,10 +64,10 @@ def _plain(value: Any, done: dict[int, Tensor], depth: int = 0) -> Any:
 
 
 class Past:
-    """The cache of one rank's layers for the earlier tokens of some samples, and the number of `new` positions of this call.
+    """The cache of one rank's layers for the earlier tokens of some samples. This call of the model adds `new` positions.
 
     Samples of different lengths are padded in front. `padding` has the number of padding positions of each sample. `length` counts the
-    positions before this call, padding too.
+    positions before this call, with padding.
     """
 
     def __init__(self, padding: Sequence[int], device: torch.device) -> None:
@@ -115,11 +115,11 @@ class Past:
         return self.kept("padding", lambda: torch.tensor(self._padding, device=self.device)[:, None])
 
     def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """A value that layers share in one call, such as their mask; the first layer that asks makes it."""
+        """A value that layers share in one call, such as their mask. The first layer that asks for it makes it."""
         return _of(self._made, key, make)
 
     def kept(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """The value that stays from call to call under a unique `key`; the first call makes it."""
+        """A value that stays from call to call, under a unique `key`. It is made when it is asked for first."""
         return _of(self._kept, key, make)
 
     def extend(self, key: Hashable, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,7 +136,7 @@ def _of(made: dict[Hashable, Any], key: Hashable, make: Callable[[], _T]) -> _T:
 
 
 class _Room:
-    """Memory for tensors that grow along dimension 2. When it is full, memory for at least twice as many positions replaces it."""
+    """Memory for a tensor that grows along dimension 2. If it is too small, memory for at least twice the earlier positions replaces it."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None

@@ -1,18 +1,18 @@
-"""The proof of a stage's R: on one microbatch F keeps its set, and the tensors that R saves are compared with it, layer by layer.
+"""The proof of a stage's R: F of one microbatch keeps its set, and the tensors that R saves are compared with it, layer by layer.
 
     F   keeps its set, although the schedule has an R for it
     R   runs to the end of the stage; at the end of each layer  [1] its saved tensors are compared with those of F, and dropped
                                                                 [2] those that differ are held, and compared again at the end of R
     B   reads the tensors that F saved
 
-So one set is held, besides the tensors that R saves in one layer, and those that differ. A check at the time of saving would be too
-early: an operation may still fill a tensor that it has saved, and a later layer may change one through `.data`. B reads the values
-at the end of F if F filled the slots, else those at the end of R.
+So memory holds one set, R's tensors of one layer, and those that differ. A check at the time of saving would be too early: an
+operation may still fill a tensor that it has saved, and a later layer may change one through `.data`. B reads a tensor as it is at
+the end of F (if F filled the slots) or of R. The proof also finds where later Rs may end (`Stop`).
 
 The witness compares F and R of one microbatch per stage in each later step, by a checksum of the saved tensors of each layer. The
-microbatches take turns. The F of that microbatch also checks that no layer changes its attributes. So if R of a layer starts to
-differ from F, an error says so after at most as many steps as there are microbatches. The witness runs only on a CPU: on a GPU the
-bits of a kernel may differ from run to run.
+next step takes the next microbatch. F of this microbatch also checks that no layer changes its attributes. So if R of a layer starts
+to differ from F, an error says so after at most as many steps as there are microbatches. The witness runs only on a CPU (on a GPU
+the bits of a kernel may differ from run to run), and not on a stage whose R must run to `Stop.AT_END`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from pipetrain.stage.meter import ActivationMeter
     from pipetrain.stage.slots import Slot
 
-# By dtype, how far apart values of F and R may be on a GPU, where a library may choose another kernel: the relative and the absolute
-# tolerance of torch.testing.
+# How far apart values of F and R may be on a GPU, where a library may choose another kernel for R. By dtype, the relative and the
+# absolute tolerance of torch.testing.
 _TOLERANCES = {
     torch.float16: (1e-3, 1e-5),
     torch.bfloat16: (1.6e-2, 1e-5),
@@ -66,12 +66,12 @@ class Proof:
         self._brought.append((slot, tensor.detach()))
 
     def at_last_slot(self) -> None:
-        """Called when R has saved the tensor for the last slot. If any tensor was found to differ from F's, later Rs may not end here."""
+        """Called when R has saved the tensor for the last slot. If any tensor differs from F's by now, later Rs may not end here."""
         if self._deferred or any(_differ(*pair) for pair in self._brought):
             self.stop = max(self.stop, Stop.AT_LAYER)
 
     def at_layer_end(self, meter: ActivationMeter, *, last: bool) -> None:
-        """Compare R's tensors of a layer, and hold those that differ. `last`: the layer fills the last slot. `meter` counts all briefly."""
+        """Compare R's tensors of a layer with F's; hold those that differ. `last`: this layer has the last slot. `meter` notes the peak."""
         meter.touch(meter.uncounted_bytes(found for _, found in self._brought))
         while self._brought:
             pair = self._brought.pop()
@@ -81,7 +81,7 @@ class Proof:
             self.stop = Stop.AT_END
 
     def first_difference(self) -> tuple[Slot, str] | None:
-        """The first slot whose tensor still differs from R's, and by how much; None: R has saved what F saved."""
+        """The first slot whose tensor still differs from R's, and a text that says by how much. None: R has saved what F saved."""
         differing = [pair for pair in self._deferred if _differ(*pair)]
         if not differing:
             return None
@@ -185,8 +185,8 @@ class Witness:
             self._tensors.append(tensor)
 
     def turn(self, layer: int | None) -> str | None:
-        """Take the checksum of the layer that F was in, drop its tensors, and begin `layer` (None: F ends, or R will not run the layer).
-        Returns the first attribute that the layer before has changed, if any."""
+        """End the layer that F was in: take its checksum and drop its tensors. Then begin `layer` (None: F ends, or R does not run this
+        layer). Returns the first attribute that the ended layer changed, if any. (Not the glossary's *turn*, an op.)"""
         look, self._look, name = self._look, None, None
         if self._slots is not None:
             self._layers.append((self._slots, checksum(self._tensors)))

@@ -34,8 +34,8 @@ class SetComplete(BaseException):
 
 
 class Recompute:
-    """One R of a set. It ends at `stop`, or with a proof at the end of the stage. With `detaches`, the tensors in the slots do not hold R's
-    graph. Without it, the slots hold R's graph until B frees them. That costs the host less; the graph must hold no memory of its own."""
+    """One R of a set. It ends at `stop`; in a proof, at the end of the stage. With `detaches`, R detaches each tensor that fills a slot.
+    Without it, the slots hold R's graph until B frees them. This saves host time; that graph may hold no memory besides the tensors."""
 
     def __init__(self, late: LateBoundSet, stop: Stop = Stop.AT_SLOT, *, detaches: bool = True) -> None:
         self._late, self._proof, self._detaches = late, late.proof, detaches
@@ -50,7 +50,7 @@ class Recompute:
     def start_layer(self) -> AbstractContextManager[object] | None:
         """Begin R's next layer. Returns the context in which the layer runs; None: R does not run it, because F has kept its saved tensors.
 
-        Raises SetComplete: R need not go on; what `fail` raises: the layer before did something else than in F.
+        Raises SetComplete if R is complete, and as `fail` if the layer before did something else in R than in F.
         """
         late = self._late
         if self._layer >= 0:
@@ -72,7 +72,7 @@ class Recompute:
         if number >= self._most or (tensor.shape, tensor.dtype, node) != self._signatures[number]:
             self._check_signature(tensor)
         slot = self._slots[number]
-        # A leaf may be a buffer, whose `.data` is put back after R. So its slot gets an alias of the copy that R read.
+        # A leaf may be a buffer whose `.data` is a copy during R only. So the slot gets an alias, which stays in the copy's memory.
         slot.tensor = tensor.detach() if self._detaches or node is NoneType else tensor
         slot.version = tensor._version
         self._filled = number + 1
@@ -109,7 +109,7 @@ class Recompute:
         self.fail("takes a gradient inside the layer, which F did not")
 
     def is_what_was_meant(self, error: BaseException) -> bool:
-        """Whether R was complete when a layer raised `error`. If R has failed, raises what `fail` raises instead."""
+        """Whether R was complete when a layer raised `error`. If R failed before, raises the error of that failure."""
         if not self._is_complete and self._failure is not None:
             raise self._failure
         if not self._is_complete and refuses_hooks(error):
@@ -133,8 +133,8 @@ class Recompute:
             self._proof.at_layer_end(late.meter, last=late.starts[self._layer] < self._end <= expected)
 
     def end(self, own: Set[int] = frozenset(), size: SetSize | None = None) -> None:
-        """End R: check that every slot is full. `own` are storages that R read in place of buffers. A view of one shares the buffer's
-        version counter, which other microbatches raise; so its slot gets a tensor with a new counter. `size` is the size of such sets.
+        """End R: check that every slot is full. `own`: storages of the copies that R read in place of buffers. A saved view of such a copy
+        has the buffer's version counter, which a later F may raise; so its slot gets a tensor with a new counter. `size`: of such sets.
 
         Raises RecomputeMismatch: R saved fewer or more tensors, or other values; SavedTensorChanged: a saved tensor was changed in place.
         """
@@ -161,7 +161,7 @@ class Recompute:
         self._slots.clear()
 
     def fail(self, what: str, layer: int | None = None) -> NoReturn:
-        """Raise RecomputeMismatch: R of `layer` (None: of the layer that runs) did `what`. If the proof found a difference, raise it."""
+        """Raise RecomputeMismatch: R of `layer` (None: the layer that runs) did `what`. If the proof found an error, raise that instead."""
         if self._failure is None:
             self._failure = self._difference() or mismatch(
                 self._late.name_of(self._layer if layer is None else layer), what
@@ -173,7 +173,7 @@ class Recompute:
         self.fail(f"ended without saving {missing}, which F saved", self._late.layer_of(self._filled))
 
     def _difference(self) -> RecomputeMismatch | SavedTensorChanged | None:
-        """The error for the first tensor that differs in the proof: R had other values, or F's changed in place; None: there is none."""
+        """The error for the first tensor that differs in the proof: R had other values, or F's was changed in place. None: all agree."""
         found = None if self._proof is None else self._proof.first_difference()
         if found is None:
             return None

@@ -1,7 +1,7 @@
-"""Random numbers that do not depend on the split: each layer starts from a seed of its own for each microbatch.
+"""Random numbers that do not depend on the cut into stages: each layer gets a seed of its own for each microbatch.
 
-The same seed is set in F and again in R, so no dropout mask need be stashed. A model cut into four stages draws the same masks
-as the model in one piece.
+F and R set the same seed before the layer, so no dropout mask need be stashed. A model cut into four stages draws the same masks as
+the model in one piece.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 _NUMPY = "numpy.random"
-_DRAW_FROM_TORCH = frozenset({"torch", "pipetrain"})
-_DYNAMIC = frozenset({"__import__", "eval", "exec"})
+_DRAW_FROM_TORCH = frozenset({"torch", "pipetrain"})  # packages that draw only from the generators of torch
+_DYNAMIC = frozenset({"__import__", "eval", "exec"})  # functions that may run any code
 _OF_MODULES = frozenset(vars(nn.Module()))
 _MASK = (1 << 64) - 1
 
@@ -44,7 +44,7 @@ _mix_of_step = lru_cache(maxsize=4)(mix)  # of the seed and the step: the same f
 
 
 def layer_seeds(seed: int, step: int, microbatch: int, layers: Sequence[int]) -> list[int]:
-    """The seeds of some layers for one microbatch; `microbatch` counts over all replicas, `layers` over the whole model."""
+    """The seeds of some layers for one microbatch. `microbatch` is counted over all replicas, `layers` over the whole model."""
     before = _mixed(_mix_of_step(seed, step), microbatch)
     return [_mixed(before, layer) for layer in layers]
 
@@ -55,14 +55,14 @@ def weight_seed(seed: int, layer: int) -> int:
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the default generators of torch for a layer on `device`, of Python, and of numpy if it is loaded. (`torch.manual_seed` would
-    seed every back-end of the machine: too slow once per layer and microbatch.)"""
+    """Seed the default generators of Python, of numpy if it is loaded, and of torch for the CPU and `device`. (`torch.manual_seed` seeds
+    every back-end of the machine, which would be too slow for each layer of each microbatch.)"""
     seeder(device, in_python=True)(seed)
 
 
 def seeder(device: torch.device, *, in_python: bool) -> Callable[[int], object]:
-    """A function that seeds torch's default generators for a layer on `device`. `in_python`: also those of Python, and of numpy if it is
-    loaded; seeding these takes ten times as long."""
+    """A function that seeds torch's default generators for the CPU and `device`. `in_python`: it also seeds those of Python, and of numpy
+    if it is loaded, which takes ten times as long."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
@@ -81,7 +81,7 @@ def seeder(device: torch.device, *, in_python: bool) -> Callable[[int], object]:
 
 
 def draws_in_python(layer: Any) -> bool:
-    """Whether a layer or a loss may draw from the generators of Python and numpy: false only if its code names nothing but torch."""
+    """Whether a layer or a loss may draw from generators of Python or numpy. False only if it names no code but torch's and pipetrain's."""
     if not isinstance(layer, nn.Module):
         return _may_draw(layer)
     return any(
@@ -93,7 +93,7 @@ def draws_in_python(layer: Any) -> bool:
 
 
 def _methods_of(module: nn.Module) -> Iterator[Any]:
-    """The methods of a module, and other attributes of its classes that may hold code; torch's classes are skipped."""
+    """The methods of a module, and other attributes of its classes that may hold code. Classes of torch and pipetrain are skipped."""
     for kind in type(module).__mro__:
         if not _is_of_torch(kind) and kind is not object:
             for name, value in vars(kind).items():
@@ -113,7 +113,7 @@ def _may_draw(thing: Any) -> bool:
 
 
 def _names_more(code: types.CodeType, names: Mapping[str, Any]) -> bool:
-    """Whether a function imports anything, runs code from text, or names a global that is not torch's."""
+    """Whether a function imports anything, runs code from text, or names a global that is neither torch's nor pipetrain's."""
     inner = [part for part in code.co_consts if isinstance(part, types.CodeType)]
     return (
         any(name in _DYNAMIC or not _is_of_torch(names.get(name, torch)) for name in code.co_names)
@@ -128,7 +128,7 @@ def _is_of_torch(thing: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an attribute or a default value holds no code but torch's. (A module of the user's, alone or in a list, counts as code.)"""
+    """Whether an attribute or a default value holds no code but torch's and pipetrain's. (A module of the user's class is code.)"""
     if isinstance(value, (list, tuple, dict)):
         return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
     return value is None or isinstance(value, (int, float, str, Tensor)) or _is_of_torch(value)

@@ -6,8 +6,8 @@
     R1.0   B1.0                                   [3] B1.0 returns the gradient of the stage's input
 
 So an activation slot holds one part's set. With one slot, n layers in sqrt(n) parts hold sqrt(n) inputs and the set of sqrt(n) layers
-(Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 4.2). Each part is a stage in the stage: whatever `Stage`
-does for a microbatch, from seeds to the proof, it does for a part.
+(Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 4.2). Each part is a `Stage`: seeds, inspection and proof
+work for a part as for a whole stage.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Passing:
     """A microbatch between its F and the end of its B."""
 
     num_inputs: int
-    gradients: Sequence[Tensor | None] = ()  # of the input of the part whose B ran last
+    gradients: Sequence[Tensor | None] = ()  # of the input of the part that has run B last
     shared: list[Tensor | None] = field(default_factory=list)  # gradients of weights that parts share
 
 
@@ -95,13 +95,13 @@ class SegmentedStage:
     def forward(
         self, microbatch: int, given: StageInput, *, has_backward: bool = True, split: bool = False, **options: bool
     ) -> StageOutput:
-        """Run F of all parts; `options` are those of `Stage.forward`. Raises TypeError: the output of a part holds an object that may not
-        be passed on; and what `Stage.forward` raises."""
+        """Run F of all parts; `options` are those of `Stage.forward`. Raises what `Stage.forward` raises, and TypeError: the output of a
+        part holds an object that may not be passed to the next part."""
         assert not split, f"stage {self.index} has parts, whose B cannot be split into I and W"
         *before, last = self.parts
         inputs = given
         for part in before:
-            # A part whose output needs no gradient has nothing to do in B, and stashes nothing.
+            # Without `has_backward`, a part whose output needs no gradient stashes nothing, because its B would have nothing to do.
             output = part.forward(microbatch, inputs, has_backward=False, **options)
             inputs = self._handed_over(part, output, inputs)
         output = last.forward(microbatch, inputs, has_backward=has_backward, **options)
@@ -127,8 +127,8 @@ class SegmentedStage:
     def backward(
         self, microbatch: int, gradients: Sequence[Tensor | None], *, scale: float = 1.0, part: int | None = None
     ) -> list[Tensor | None]:
-        """Run B of one part, or of all (None). `gradients` are those of the stage's output; only the last part uses them. Returns the
-        gradient of each leaf of the part's input, as `Stage.backward`."""
+        """Run B of one part, or of all parts (None). `gradients` are those of the stage's output; only the last part uses them. Returns the
+        gradient of each leaf of the input of the part (None: of the stage), as `Stage.backward`."""
         passing = self._passing[microbatch]
         last = len(self.parts) - 1
         for number in range(last, -1, -1) if part is None else (part,):
@@ -149,7 +149,7 @@ class SegmentedStage:
 
     @contextmanager
     def _collecting(self, passing: _Passing) -> Iterator[None]:
-        """In the block, collect gradients of weights that parts share. `backward` adds their sum to `.grad` once, as autograd does."""
+        """In the block, sum the gradients of weights that parts share. `backward` adds their sum to `.grad` once, as autograd does."""
         outside = [parameter.grad for parameter in self._shared]
         for parameter, own in zip(self._shared, passing.shared):
             parameter.grad = own

@@ -1,16 +1,16 @@
-"""Outputs that stay from F to B, so that R need not compute them: of matrix products, attention, or operations that the user names.
+"""Keeps outputs of operations in F (matrix products, attention, or what the user names), so that R need not run these operations.
 
-Filling slots in F would save no time, because R would still run the operations that made the tensors. So F and R run their layers
+Slots that F fills would save no time, because R would still run the operations that made the tensors. So F and R run their layers
 under a `TorchDispatchMode`, below autograd. In R this mode *returns* kept outputs, and autograd makes nodes and saves tensors as in F.
 
     F   op(...) -> output    [1] kept: an alias of the output, with the same memory and version counter
-    R   op(...)              [2] not run: returns an alias of the layer's next kept output, in the order of F
+    R   op(...)              [2] not run: returns an alias of the layer's next kept output, in F's order
     B                        [3] kept outputs are dropped when B begins; those that autograd saved stay in their slots
 
-Only operations that may be kept count in this order. Casts are never kept: F casts weights under autocast, and R finds those casts. An
-operation that draws random numbers always runs again, or later ones would draw other numbers. Before an operation of F writes to the
-memory of a kept output, that output is copied, and the copy is kept. Torch's own modes (`create_selective_checkpoint_contexts`) detect
-writes by version counters. They miss some: a 3-dimensional product returns an `_unsafe_view` with the same memory and another counter.
+F's order has only operations whose outputs are wanted. Casts are never among them, because F casts weights that R finds already cast.
+Random operations always run again, or later ones would draw other numbers. Before F writes to the memory of a kept output, that output
+is copied, and the copy is kept. (Torch's `create_selective_checkpoint_contexts` finds writes by version counters, which misses some: a
+3-dimensional product returns an `_unsafe_view` with the same memory and another counter.) Kept *layers* are in `stage.py` and `entry.py`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _SOFTMAX = frozenset(("_softmax", "_safe_softmax"))
 
 
 class Wanted(Protocol):
-    """An entry of `recompute.selective`. `op`: an operation's name, a word of `OPS_OF`, or None for both words. The entry holds in the
-    layers `first` to `last` (None: all), and there in the submodule `path` ("": the whole layer). `str` gives the user's text."""
+    """An entry of `recompute.selective`. `op`: an operation's name, a word of `OPS_OF`, or None for both words. The entry applies to the
+    layers `first` to `last` (None: to all), and in them to the submodule `path` ("": to the whole layer). `str` gives the user's text."""
 
     @property
     def op(self) -> str | None: ...
@@ -65,11 +65,11 @@ class Wanted(Protocol):
 
 @dataclass(frozen=True)
 class Operation:
-    """Properties of an operation of torch. `can_be_kept`: it returns new memory, writes to none, and is no cast: R finds F's casts."""
+    """Properties of an operation of torch. `can_be_kept`: it returns new memory, writes to no argument, and is no cast."""
 
     name: str  # `mm`, or `library::name` where it is not torch's own
     arguments: tuple[str, ...]
-    writes: tuple[str, ...]  # the arguments that it changes in place
+    writes: tuple[str, ...]  # names of the arguments that it changes in place
     can_be_kept: bool
     draws: bool  # it may draw random numbers
     is_foreign: bool  # not torch's own, so it is unknown whether it draws
@@ -129,7 +129,7 @@ class _Rule:
         )
 
 
-_Met = tuple[Operation, Sequence[_Rule]]  # an operation that writes or that rules may keep, and these rules
+_Met = tuple[Operation, Sequence[_Rule]]  # an operation that writes, or whose output rules want; and these rules
 
 
 class Selection:
@@ -141,10 +141,10 @@ class Selection:
         """
         self._compiled = {number for number, layer in enumerate(layers) if has_compiled(layer)}
         self._rules = [rule for one in wanted for rule in self._rules_of(one, layers, first_layer)]
-        self._open: list[nn.Module] = []  # submodules of rules that are running
+        self._open: list[nn.Module] = []  # submodules that rules name and whose forward runs now
         self._unfused: set[int] = set()  # layers that run attention without a fused kernel
-        self.is_watched = True  # until the first forward with an R has ended
-        # Per layer: id of an operation -> `_Met`, or None. By id, because hashing an operation is slow.
+        self.is_watched = True  # until the first F with an R has ended: then rules that kept nothing warn
+        # Per layer: id of an operation -> `_Met`, or None: run it as it is. By id, because hashing an operation is slow.
         self._met: list[dict[int, _Met | None]] = [{} for _ in range(len(layers) + 1)]
 
     def _rules_of(self, one: Wanted, layers: Sequence[nn.Module], first_layer: int) -> list[_Rule]:
@@ -174,7 +174,7 @@ class Selection:
 
     @contextmanager
     def under(self, layer: int, run: Callable[..., Any]) -> Iterator[None]:
-        """A context around a layer: operations that may be kept, or that write, go through `run`."""
+        """A context around a layer: operations whose outputs are wanted, or that write, are called through `run`."""
         if not self.is_seen(layer):
             yield
             return
@@ -183,7 +183,7 @@ class Selection:
         def leave(*_: Any) -> None:
             del self._open[-1:]
 
-        with ExitStack() as hooks:  # removes the hooks again
+        with ExitStack() as hooks:  # removes these hooks at its end
             for module in {module for rule in self._rules if layer in rule.layers for module in rule.modules}:
                 hooks.enter_context(module.register_forward_pre_hook(lambda module, _: self._open.append(module)))
                 hooks.enter_context(module.register_forward_hook(leave, always_call=True))
@@ -249,7 +249,7 @@ def beside_mode(pack: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
 
 
 def _ops_named(one: Wanted) -> list[frozenset[str]]:
-    """The names of the operations that an entry means, a set per word of `OPS_OF`. Raises ValueError: it is unknown, or cannot be kept."""
+    """The names of the operations of an entry: one set, or one per word of `OPS_OF`. Raises ValueError: unknown, or cannot be kept."""
     if one.op is None or one.op in OPS_OF:
         return [OPS_OF[one.op]] if one.op else [*OPS_OF.values()]
     name = re.sub(r"^aten(\.|::)", "", one.op)
@@ -288,7 +288,7 @@ def _no_such_module(one: Wanted, layers: Sequence[nn.Module]) -> str:
 
 
 class _Kept(NamedTuple):
-    """A kept output, of which R gets aliases. `held` are its tensors, each with its version; `counted` is their entry in the meter."""
+    """A kept output, of which R gets aliases. `held`: its tensors, each with its version. `counted`: their entry in the meter."""
 
     output: Any
     held: list[tuple[Tensor, int]]
@@ -301,7 +301,7 @@ class _Call:
 
     func: Any
     shapes: tuple[Any, ...]
-    num_slots: int  # slots that F had made before it; if R fills no later slot, it ends before this operation
+    num_slots: int  # slots that F had made before it; if these are all that R fills, R ends before it
     kept: _Kept | None = None  # None: R computes it
 
     def has_changed(self) -> bool:
@@ -322,7 +322,7 @@ class KeptOutputs:
         self, layer: int, value: Any, num_slots: Callable[[], int], *, is_free: bool
     ) -> AbstractContextManager[object]:
         """A context around a layer in F, whose input is `value`. `num_slots()` is the number of tensors that F has saved so far."""
-        if is_free or not self._selection.is_seen(layer):  # its writes are not seen: copy kept outputs that it gets
+        if is_free or not self._selection.is_seen(layer):  # its writes are not seen: copy kept outputs in its input
             for leaf in pytree.tree_leaves(value):
                 if isinstance(leaf, Tensor):
                     self._before_write(leaf)
@@ -376,21 +376,21 @@ class KeptOutputs:
         self._by_storage.update((storage_key(tensor), call) for tensor in tensors)
 
     def _before_write(self, tensor: Tensor) -> None:
-        """Replace a kept output in the memory of `tensor` by a copy: F is about to change `tensor` in place."""
+        """F is about to change `tensor` in place: if a kept output lies in this memory, keep a copy instead."""
         call = self._by_storage.pop(storage_key(tensor), None)
         if call is not None and call.kept is not None:
             output, call.kept = _with(call.kept.output, copy_of), None
             self._keep(call, output)
 
     def end_forward(self, whole: Set[int], num_slots: int) -> None:
-        """End F: drop outputs that R will not use. R runs no layer in `whole`, and ends when the slots up to `num_slots` are full."""
+        """End F: drop outputs that R will not use. R runs no layer in `whole`, and ends when the first `num_slots` slots are full."""
         for layer, calls in self._calls.items():
             for call in calls:
                 if layer in whole or call.num_slots >= num_slots or call.has_changed():
                     call.kept = None
 
     def left(self, layer: int) -> int:
-        """The number of operations whose outputs are wanted that F ran in `layer`, and that R has not reached yet."""
+        """How many operations with wanted outputs F ran in `layer` and R has not reached yet."""
         return len(self._calls[layer]) - self._next[layer]
 
     def sizes(self) -> dict[int, int]:
@@ -414,7 +414,7 @@ def _as_tuple(output: Any) -> Sequence[Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a dense tensor of no subclass, or neither a tensor nor a container."""
+    """Whether a value is a dense `Tensor` (not of a subclass), or is neither a tensor nor a container."""
     if isinstance(value, Tensor):
         return type(value) is Tensor and is_dense(value)
     return not isinstance(value, (list, tuple, dict))

@@ -1,4 +1,4 @@
-"""Late-bound sets: F leaves an empty slot for each tensor that B will need, R fills the slots, B reads them.
+"""Late-bound sets: F leaves an empty slot for each tensor that B will need; R fills the slots; B reads them.
 
 Autograd runs a backward node on the stream of its forward, so B would run on R's stream if R built the graph. Here B runs on
 the graph of F; only the tensors come from R, whose own graph is not used.
@@ -7,8 +7,8 @@ the graph of F; only the tensors come from R, whose own graph is not used.
     R   pack(t) -> slot.tensor = t   [2] the same layers save the same tensors in the same order
     B   unpack  -> slot.tensor       [3] read, not emptied: a node may read twice; the slot is freed with its node
 
-Saved-tensor hooks switch off autograd's own check that no saved tensor was changed in place. So this module checks it, at the
-end of F and when B reads.
+Saved-tensor hooks switch off autograd's own check that no saved tensor was changed in place. So this module checks it whenever B
+reads a slot. It also checks it at the end of an F that fills slots or has `watches`.
 
 A layer may catch what the hooks raise. So the hooks raise a BaseException, which `except Exception` does not catch.
 They also note the reason, and the caller of the layer checks for it when the layer has returned.
@@ -34,11 +34,11 @@ from pipetrain.stage.tensor_copies import Storages, copy_of_storage, storage_key
 
 
 class NeedsGradientInside(BaseException):
-    """A layer took a gradient inside its forward: saved tensors are wanted while F still runs, and their slots are empty."""
+    """A layer takes a gradient inside its forward: while F runs, it reads an empty slot or runs the backward of a split function."""
 
 
 class Slot:
-    """The place of one saved tensor in the graph of F; empty until it is filled by F (kept set) or by R."""
+    """The place of one saved tensor in the graph of F. It is empty until R fills it, or F: in a kept set or layer, and in a proof."""
 
     tensor: Tensor | None = None
     version = 0
@@ -59,19 +59,19 @@ class LateBoundSet:
     """The slots of one (stage, microbatch), from F to B.
 
     Layers are numbered from 0 within the stage. `keep`: F fills the slots, and no R runs. `proof`: F fills the slots, and R's tensors are
-    compared with them. `casts` sees each tensor that is saved under autocast. `selection`: which outputs F keeps for R. `watches`: F checks
-    at its end that no saved tensor has changed in place, as in any set that F fills; B checks what it reads in any case. With `split` (some
-    tensors are held until W) and with `moves` (the kept set goes to host memory), the meter counts each slot separately.
+    compared with them. `casts` gets each tensor that is saved under autocast. `selection`: which outputs F keeps for R. `watches`: the end
+    of F checks that no saved tensor was changed in place, even if F fills no slots. The meter counts the slots together; with `split`
+    (tensors for W outlive I) or `moves` (the set goes to host memory), it counts each slot by itself.
     """
 
     wanted: int | None = None  # a layer whose empty slot was read in F, by that layer or a later one
-    hooks_refused = False  # whether the layer that F is in cannot run with hooks
+    hooks_refused = False  # whether the layer that F is in took a gradient through a split function
     whole: Set[int] = frozenset()  # layers whose saved tensors F keeps: R does not run them
-    free: Set[int] = frozenset()  # of these, those that run without hooks
+    free: Set[int] = frozenset()  # of these, those that run without saved-tensor hooks
     layer = -1  # the layer that F is in
     end = 0  # R is complete when the slots before this one are filled
     num_bytes = 0  # of the tensors in the slots
-    set_bytes_before = 0  # bytes of the set that were held before R: kept outputs
+    set_bytes_before = 0  # bytes of the set that were held before R: kept outputs that slots hold too
     _is_in_forward = True
 
     def __init__(
@@ -101,7 +101,7 @@ class LateBoundSet:
         self.witness = witness
         self._watches = watches or self.is_filled
         self._looks = self._watches or casts is not None or witness is not None
-        self._aliases: list[tuple[int, int, Tensor]] = []  # slot, version, a tensor that shares the version counter
+        self._aliases: list[tuple[int, int, Tensor]] = []  # slot, version, a tensor with the same version counter
         self.starts: list[int] = []  # the first slot of each layer; after F also the number of slots
         # Outputs that R does not compute; None: it computes all, or there is no R.
         self.outputs = None if selection is None or keep else KeptOutputs(selection, meter)
@@ -113,7 +113,7 @@ class LateBoundSet:
         self.whole, self.free = self.whole | layers, self.free | free
 
     def start_layer(self, value: Any = None) -> AbstractContextManager[object]:
-        """Begin F's next layer, whose input is `value`. Returns the context in which the layer runs. Raises as `end_forward`."""
+        """Begin F's next layer, whose input is `value`; return the context for its call. Raises RecomputeMismatch as `end_forward`."""
         self.layer += 1
         self.starts.append(len(self.slots))
         is_whole, is_free = self.layer in self.whole, self.layer in self.free
@@ -178,10 +178,10 @@ class LateBoundSet:
     def end_forward(
         self, changing: Set[int] = frozenset(), *, needed: bool = True, size: SetSize | None = None
     ) -> None:
-        """End F: check that no saved tensor has changed in place since. `needed`: whether B will read any slot.
+        """End F: check that no saved tensor was changed in place after it was saved. `needed`: whether B will read any slot.
 
-        A later F may change the storages in `changing` (buffers), so a set that F fills gets copies of its tensors in them. `size` is
-        the size of sets of this kind.
+        `changing`: storages of buffers that a later F may change; tensors in them with which F filled slots are replaced by copies.
+        `size`: the size of the sets of this kind, as far as it is known.
 
         Raises SavedTensorChanged, with the layer and the tensor's shape; RecomputeMismatch: the last layer changed an attribute.
         """
@@ -209,7 +209,7 @@ class LateBoundSet:
             self.slots.clear()  # the graph owns them; each is freed with its node
 
     def _copy_what_changes(self, changing: Set[int]) -> None:
-        copies: Storages = {}  # one per storage, so that its views still share memory
+        copies: Storages = {}  # one per storage, so that tensors that shared memory still do
         for slot in self.slots:
             key = slot.storage()
             if slot.tensor is not None and key in changing:
@@ -252,7 +252,7 @@ class LateBoundSet:
         self.start_backward()
 
     def start_backward(self) -> None:
-        """Drop the kept outputs when B begins. R has ended, on a GPU too, and reads them no more, so their memory may be reused."""
+        """B begins: drop the outputs that F kept for R. R has ended, also on a GPU, so their memory may be reused."""
         if self.outputs is not None:
             self.outputs.drop()
 
@@ -276,12 +276,12 @@ class LateBoundSet:
 
     @property
     def outputs_bytes(self) -> int:
-        """Bytes of outputs that are kept for R, whether or not they are saved as well."""
+        """Bytes of the outputs that F keeps for R, whether or not slots hold them as well."""
         return 0 if self.outputs is None else sum(self.outputs.sizes().values())
 
     @property
     def saved_outputs_bytes(self) -> int:
-        """Bytes of the kept outputs that are in filled slots as well."""
+        """Bytes of those outputs that filled slots hold as well."""
         sizes = {} if self.outputs is None else self.outputs.sizes()
         return sum(sizes.get(key, 0) for key in {slot.storage() for slot in self.slots} & sizes.keys())
 

@@ -6,10 +6,10 @@ Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2: only the optimiz
     I  backward        [2] `backward_input` runs; the tensors for `backward_weight` move into the `Deferral`, and the node is freed
     W  Deferral.run    [3] `backward_weight` runs; the gradients of a weight are summed, then added to `.grad` once, as in B
 
-The gradient of a weight may wait for W if only split functions (`SplitFunction`) read the weight: autograd would first sum theirs and
-another reader's gradient. The graph of the first F that gives the weight to a split function shows its readers. If a later F has another
-reader, I adds that reader's gradient to `.grad`, and W the rest: the sum is complete, but may differ in the last bit. If the gradient
-of a weight may not wait, both halves run in I.
+The gradient of a weight may wait for W if only split functions (`SplitFunction`) read the weight. (With another reader, autograd adds
+the sum of all gradients to `.grad` at once.) The graph of the first F that gives the weight to a split function shows its readers. If a
+later F has another reader, I adds that reader's gradient to `.grad`, and W adds the rest: nothing is lost, but the last bit may differ.
+If the gradient of a weight may not wait, both halves run in I.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class Deferral:
         weights = self.weights.that_may_wait(ctx, layer, places)
         if not weights:
             return False
-        # Detached, because a tensor that another node made keeps that node alive.
+        # Detached, because a tensor keeps alive the node that made it.
         saved = tuple(tensor if tensor is None else tensor.detach() for tensor in ctx.saved_tensors)
         copy = SimpleNamespace(**vars(ctx), saved_tensors=saved, needs_input_grad=ctx.needs_input_grad)
         delattr(copy, _CALL)
@@ -169,8 +169,8 @@ class Deferral:
         return True
 
     def run(self) -> None:
-        """W: add the gradients that wait to `.grad` of their weights, in the order of I. As in autograd, those of a weight are summed
-        first. Raises SavedTensorChanged: a tensor that W needs was changed in place after I."""
+        """W: compute the gradients that wait, in the order of I. Those of one weight are summed, as in autograd; their sum is then added to
+        `.grad`. Raises SavedTensorChanged: a tensor that W needs was changed in place after I."""
         left = Counter(id(weight) for late in self._late for weight in late.weights.values())
         sums: dict[int, Tensor] = {}
         with torch.no_grad():
@@ -197,7 +197,7 @@ class Deferral:
 
 
 def accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Add to `.grad` as autograd without `create_graph`: a first gradient becomes `.grad`, in the parameter's strides and `grad_dtype`."""
+    """Add to `.grad`, as autograd does without `create_graph`. If `.grad` is None, set it, in the parameter's strides and `grad_dtype`."""
     dtype = parameter.grad_dtype or gradient.dtype
     if parameter.grad is not None:
         parameter.grad += gradient.to(dtype)
@@ -220,7 +220,7 @@ def why_whole(weight: Tensor) -> str | None:
 
 
 class DeferredWeights:
-    """Knows which weights of one stage may wait for W. `name_of(layer)` names a layer of the stage."""
+    """Knows for which weights of one stage the gradients may wait for W. `name_of(layer)` names a layer of the stage."""
 
     def __init__(
         self, layers: Sequence[nn.Module], name_of: Callable[[int], str], meter: ActivationMeter, casts: WeightCasts
@@ -248,8 +248,8 @@ class DeferredWeights:
         return deferral
 
     def _look_for_hooks(self) -> None:
-        """Find hooks on the nodes that accumulate gradients. Such a hook would run in I, which does not have the gradient yet. Python sees
-        these hooks only while no graph holds the node."""
+        """Find hooks on the nodes that accumulate gradients. Such a hook would run in I, when the gradient is not computed yet. Python can
+        find these hooks only while no graph holds the node."""
         for number, layer in enumerate(self._layers):
             for parameter in layer.parameters():
                 learns = parameter.requires_grad and why_whole(parameter) is None
@@ -258,11 +258,11 @@ class DeferredWeights:
                     self.tell(number, f"{why} would run in I")
 
     def meet(self, args: Sequence[Any]) -> None:
-        """Called in F with the arguments of a split function: note whether readers of a parameter among them are not known yet."""
+        """Called in F with the arguments of a split function. Notes whether a parameter is among them whose readers are not known yet."""
         self._meets_new |= any(isinstance(one, nn.Parameter) and one not in self._other_reader for one in args)
 
     def end_forward(self, deferral: Deferral, roots: Iterable[GradientEdge | None]) -> None:
-        """End F: find in the graph below `roots`, from which I will run, other readers of the weights that split functions got."""
+        """End F: search the graph below `roots` for nodes other than split functions that read the same weights as these."""
         deferral.refuse_layer = None
         if not self._meets_new:
             return
@@ -275,7 +275,7 @@ class DeferredWeights:
                     self.tell(layer, f"{name} reads one of them, too")
 
     def that_may_wait(self, ctx: Any, layer: int, places: Sequence[int]) -> dict[int, Tensor]:
-        """The weights at `places` among a node's arguments; empty if one of them may not wait."""
+        """The weights at `places` among a node's arguments; empty if the gradient of one of them may not wait."""
         # The nodes that this node leads to, in the order of the arguments that need a gradient.
         before = iter(node for node, _ in ctx.next_functions if node is not None)
         leaves = {place: _leaf(next(before)) for place, needs in enumerate(ctx.needs_input_grad) if needs}
@@ -300,7 +300,7 @@ def _leaf(node: Node) -> Tensor | None:
 
 
 def _readers(todo: list[Node]) -> tuple[dict[Tensor, int], dict[Tensor, str]]:
-    """Who reads the leaves below these nodes: leaf -> layer of a split function; leaf -> name of another node."""
+    """The nodes that read the leaves below `todo`: leaf -> layer of a split function; leaf -> name of any other node."""
     split: dict[Tensor, int] = {}
     other: dict[Tensor, str] = {}
     walked: set[Node] = set()

@@ -1,8 +1,8 @@
 """Linear functions whose backward comes in two halves: they replace torch's while a layer runs.
 
 `nn.Linear`, `nn.MultiheadAttention` and models of Hugging Face look up `torch.nn.functional.linear` or `torch.addmm` at each call.
-While a layer runs, functions of ours replace these two. (A `TorchFunctionMode` would see `x @ weight`, too; it would cost
-1 us for every operation and attribute of every layer, and would not see into `multi_head_attention_forward`.)
+While a layer runs, functions of ours replace these two. (A `TorchFunctionMode` would also see `x @ weight`. But it costs 1 us for
+every operation and attribute of every layer, and does not see into `multi_head_attention_forward`.)
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class SplitLinear(SplitFunction):
     """`x [..., K]` times a matrix, plus a bias `[N]` or None; the matrix is `weight [N, K]` transposed, or `weight [K, N]`.
 
     It runs torch's operations in torch's order, so values and gradients have the same bits. Under autocast, `cast` is the cast
-    of `weight`; `x` has the dtype of the cast and is multiplied by the cast. W sums the gradients of `weight` in a microbatch in
-    that dtype, as autograd would if autocast had made the cast.
+    of `weight`, and `x` has its dtype; the product is of `x` and `cast`. W sums the gradients of `weight` in a microbatch in that
+    dtype, as autograd would if autocast had made the cast.
     """
 
     @staticmethod
@@ -39,15 +39,15 @@ class SplitLinear(SplitFunction):
         ctx.save_for_backward(x, factor)
         ctx.is_transposed = is_transposed
         ctx.bias_waits = bias is not None and bias.requires_grad and why_whole(bias) is None
-        # Like torch, use one fused operation for some inputs and two for others: the two ways differ in the last bit.
+        # As torch does, use one fused operation for some inputs and two operations for others: the results differ in the last bit.
         ctx.is_fused = bias is not None and (x.dim() == 2 or x.is_contiguous())
         matrix = factor.t() if is_transposed else factor
         if bias is not None and ctx.is_fused:
             product = _addmm(bias.to(x.dtype), _rows(x), matrix)
         else:
             product = torch.mm(_rows(x), matrix)
-        # A layer may change the output in place, which autograd forbids if a function returns a view. So the output uses the product's
-        # memory under another shape. An operation with `out=` writes, so its output would not be kept for R.
+        # A layer may change the output in place, which autograd forbids for a view. So the output is a new tensor in the memory of the
+        # product. (Not made by `out=`: an operation that writes is none that `recompute.selective` keeps.)
         output = view_into(product.untyped_storage(), product.view(*x.shape[:-1], matrix.shape[1]))
         if bias is not None and not ctx.is_fused:
             output.add_(bias.to(x.dtype))
@@ -106,7 +106,7 @@ def _split_addmm(*args: Any, **named: Any) -> Tensor:
 
 
 def _split_product(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor | None:
-    """The product by a split function. None: the caller runs torch's function; `tell` warns if the gradient of `weight` is needed."""
+    """The product by a split function. None: the caller runs torch's function; a warning says so if `weight` needs a gradient."""
     call = layer_in_force()
     if call is None or not weight.requires_grad or not torch.is_grad_enabled():
         return None
@@ -117,7 +117,7 @@ def _split_product(x: Tensor, weight: Tensor, bias: Tensor | None, *, is_transpo
     cast = None
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        # R uses the cast of F. Without one, as in an inspection ahead of F, `cast` returns the weight, and `to` casts it for this call.
+        # R uses the cast that F made. If there is none, as in an inspection before F, `cast` returns the weight, and `to` casts it here.
         cast = call.deferral.weights.cast(weight, make=call.is_forward).detach().to(dtype)
         x = x.to(dtype)
     output: Tensor = SplitLinear.apply(x, weight, bias, is_transposed, cast)
@@ -153,7 +153,7 @@ _num_inside = 0
 
 @contextmanager
 def linears_split(call: LayerCall | None) -> Iterator[None]:
-    """In the block, torch's functions are replaced for all threads, but only calls of this thread are split."""
+    """In the block, our functions replace torch's for all threads, but split only calls of this thread."""
     global _num_inside
     token = IN_FORCE.set(call)
     with _lock:

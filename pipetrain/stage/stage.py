@@ -1,4 +1,4 @@
-"""One stage on one rank: F, R and B, or I and W, of ONE microbatch. Knows nothing of other ranks, of order or of streams."""
+"""One stage on one rank: runs F, R, B, I or W of ONE microbatch. It knows no other rank, no order of ops and no stream."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ _Layer = Callable[[Any], Any]
 class Stage:
     """Consecutive layers and, on the last stage, the loss. `first_layer` is the global index of the first one.
 
-    `part` is the index of these layers among the parts of a stage (`stage/segments.py`); `beside` are all layers of that stage.
-    `selective`: the operations whose outputs stay from F to B although R runs. `keep_layers`: global indices of layers that no R runs.
+    If the layers are one part of a stage (`stage/segments.py`), `part` is its index, and `beside` are all layers of that stage.
+    `selective`: operations whose outputs F keeps, so that R need not run them. `keep_layers`: global indices of layers that R does not run.
     """
 
     def __init__(
@@ -74,24 +74,24 @@ class Stage:
         self.device, self.meter = device, meter
         self.indices = range(first_layer, first_layer + len(self.layers) + (loss_fn is not None))
         own = {number - first_layer for number in keep_layers} & set(range(len(self.layers)))
-        self.kept = own  # layers that no R runs, by index: their saved tensors stay from F to B
-        self.free: set[int] = set()  # of these, those that run without hooks
+        self.kept = own  # indices of layers that R does not run: their saved tensors stay from F to B
+        self.free: set[int] = set()  # of these, those that run without saved-tensor hooks
         self.warned: set[tuple[str, int]] = set()  # warnings that were given: the kind, and the index of the layer
         self.state = LayerState(self.layers, loss_fn, self.name_of, device)
-        self.casts, self._had_casts = WeightCasts(self.layers, device, meter), False  # whether F had any in this step
+        self.casts, self._had_casts = WeightCasts(self.layers, device, meter), False  # True: an F ran under autocast
         self._title = f"stage {index}" if part is None else f"part {part} of stage {index}"
         fewer_cuts = "choose a balance that puts both on one stage" if part is None else "use fewer recompute.segments"
         self._cut_before = self._title, "stage" if part is None else "part", fewer_cuts
         self._held: dict[int, Held] = {}
-        self._deferred: dict[int, Deferral] = {}  # from I to W
+        self._deferred: dict[int, Deferral] = {}  # microbatch -> weight gradients that wait from I to W
         self._anchor = torch.empty(0, device=device, requires_grad=True)
         self._entry = Entry(self._anchor, self._title, self.name_of, len(self.indices) - 1, loss_fn is not None)
-        # Layers whose R graph may hold memory of its own, until an inspection shows that it does not.
+        # Layers whose graph in R may hold memory besides saved tensors. An inspection that finds none takes the layer out.
         self.may_hold_outside = set(range(len(self.indices)))
-        self._stop = Stop.AT_LAYER  # where R may end, until a proof sets it
-        self._proved: Sequence[Signature] = ()  # signatures of the last layer whose slots R fills, in the proof
+        self._stop = Stop.AT_LAYER  # where R may end; the first proof replaces this value
+        self._proved: Sequence[Signature] = ()  # in the last proof: `LateBoundSet.last_signatures`
         self._kinds: dict[Hashable, MicrobatchKind] = {}
-        self._versions: list[int] | None = None  # versions of the parameters in this step; None between steps
+        self._versions: list[int] | None = None  # of the parameters, at the first F of this step; None between steps
         self._selection = Selection(selective, self.layers, first_layer) if selective else None
         self._leaves = LeafWatch(
             self.layers, loss_fn, first_layer=first_layer, anchor=self._anchor, name_of=name_of, beside=beside
@@ -164,7 +164,7 @@ class Stage:
         if held.late is not None:
             self._end_forward(held.late, held, (*given.leaves, *output.leaves), needed=needed)
         else:
-            outer = (*given.leaves, *output.leaves)  # the meter counts them, as for earlier microbatches of this kind
+            outer = (*given.leaves, *output.leaves)  # those in `kind.others` share storages with the set: count them
             held.counted = [(outer[number], self.meter.hold(outer[number])) for number in kind.others]
             held.size = kind.kept_size.counted(self.meter, ())
         kind.has_run = True
@@ -184,7 +184,7 @@ class Stage:
     def _open_set(
         self, held: Held, given: StageInput, *, prove: bool, is_new: bool, split: bool, witness: bool, moves: bool
     ) -> tuple[Before, FirstLook | None]:
-        """Make the set of an F under hooks. Returns the state before F, and a `FirstLook` if F is to find out what its layers do."""
+        """Make the set of an F that runs under hooks. Returns the state before F, and a `FirstLook` if this F inspects its layers."""
         keep = held.given is None
         held.late = late = LateBoundSet(
             self.name_of,
@@ -259,12 +259,12 @@ class Stage:
         return value if isinstance(value, Tensor) else without_local(value)
 
     def _after_layer(self, held: Held, late: LateBoundSet, look: FirstLook | None, number: int, output: Any) -> None:
-        """Called after a layer of an F with an open set: refuse the layer, inspect it, or copy its output for R."""
+        """Called after a layer of an F that runs under hooks: refuse the layer, inspect it, or copy its output for R."""
         if late.wanted is not None or late.hooks_refused:
             refuse_gradient_inside(late, self.name_of, number)
         if look is not None:
             look.after(number)
-        # Kept layers get each other's outputs themselves, since a gradient may flow between them. R continues from a copy of the last.
+        # R runs none of several kept layers in a row. It continues from a copy of the output of the last one.
         if held.given is not None and number in late.whole and number + 1 not in late.whole:
             held.passed[number] = Passed.of(output)
 
@@ -280,7 +280,7 @@ class Stage:
         return calls
 
     def weighted_loss(self, loss_fn: LossFn, output: Any, given: StageInput, added: AddedLosses) -> Tensor:
-        """The loss of the microbatch with added losses, times its weight. It runs after the last layer of the last stage."""
+        """The loss of `loss_fn` plus the added losses, times the microbatch's weight. Called after the last layer of the last stage."""
         loss = loss_fn(output, given.target)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -292,7 +292,7 @@ class Stage:
 
     def _end_forward(self, late: LateBoundSet, held: Held, leaves: Sequence[Any], *, needed: bool) -> None:
         """Close the set after all layers have run under hooks. `leaves` are those of the input and of the output."""
-        # A later F may change these storages, so a filled set gets copies of its tensors in them.
+        # Storages of buffers that a later F may change. Tensors in them that F has saved are copied.
         changing = self.state.live_storages() if late.is_filled or self.kept else frozenset()
         if held.given is None and needed and not late.moves:
             storages, kind = late.storages(), held.kind
@@ -331,7 +331,7 @@ class Stage:
     # Host memory, and R ---------------------------------------------------------------------------------------------
 
     def host_set(self, microbatch: int, part: int | None = None) -> HostSet | None:
-        """The part of a set that goes to host memory, if F had `moves`; None: the stage holds no set of the microbatch."""
+        """The storages of a set that go to host memory, if F had `moves`. None: the stage holds no slots of the microbatch."""
         assert part is None, f"stage {self.index} has no parts"
         held = self._held.get(microbatch)
         if held is None or held.late is None:
@@ -360,7 +360,7 @@ class Stage:
         if not late.end:  # R has no slot to fill or to prove
             late.drop()
             return
-        # An operation may write to a tensor that it has saved. So R ends within a layer only if a proof allowed that for equal signatures.
+        # An operation may still write to a tensor that it saved. So R stops within a layer only if a proof of equal signatures allowed it.
         is_proved = self._stop is not Stop.AT_SLOT or late.last_signatures() == self._proved
         again = Recompute(
             late, self._stop if is_proved else Stop.AT_LAYER, detaches=not self.may_hold_outside <= self.kept
@@ -408,8 +408,8 @@ class Stage:
     ) -> list[Tensor | None]:
         """Run B: add to `.grad` of the parameters, and return the gradient of each input leaf (None: it has none).
 
-        `gradients` belong to the output leaves in order. With a loss they are ignored: its gradient is `scale`. If F had `split`, this is
-        I: weight gradients wait for `backward_weights` where they may. Raises SavedTensorChanged: a saved tensor was changed in place.
+        `gradients` has one entry per leaf of the output. A stage with a loss ignores it: the gradient of the loss is `scale`. If F had
+        `split`, this is I: weight gradients that may wait are left to W. Raises SavedTensorChanged: a saved tensor was changed in place.
         """
         assert part is None, f"stage {self.index} has no parts"
         held = self._held.pop(microbatch)
@@ -429,7 +429,7 @@ class Stage:
             self._deferred[microbatch] = deferral
         try:
             if roots:
-                # As torch.autograd.backward does it, which compares shapes in Python first: a third of the time of a small stage.
+                # torch.autograd.backward does the same, but first compares shapes in Python: a third of the time of a small stage.
                 _engine_run_backward(
                     tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True
                 )
@@ -438,7 +438,7 @@ class Stage:
                 layer = self.name_of(bisect_left(held.ends, node._sequence_nr()))
                 raise saved_changed(layer, torch.Size(), "before B read it", node.name()) from error
             raise
-        if deferral is not None:  # the activation slot holds the set, then the tensors for W
+        if deferral is not None:  # memory holds the set, then the tensors for W: note the larger
             self.set_bytes[microbatch] = max(self.set_bytes.get(microbatch, 0), deferral.num_bytes)
         held.size = None
         if held.late is not None:
@@ -446,7 +446,7 @@ class Stage:
         return list(map(held.sink.pop, range(held.num_inputs), (None,) * held.num_inputs))
 
     def backward_weights(self, microbatch: int) -> None:
-        """Run W: add the gradients that I left to `.grad` of the weights. Raises SavedTensorChanged: a tensor for W was changed."""
+        """Run W: compute the weight gradients that wait, and add them to `.grad`. Raises SavedTensorChanged: a tensor for W was changed."""
         self._deferred.pop(microbatch).run()
 
     def end_step(self) -> None:
@@ -459,7 +459,7 @@ class Stage:
         self._versions, self._had_casts = None, False
 
     def _release(self, held: Held) -> None:
-        """Stop counting the input, and the tensors that a kept set shares with the input or the output: B frees all of them."""
+        """Stop counting `held.counted` in the meter: B frees these tensors."""
         for _, key in held.counted:
             self.meter.release(key)
         held.counted.clear()

@@ -1,7 +1,7 @@
 """Makes copies of tensors, compares them with the present values, and puts them in the tensors' place.
 
-`tensor.data = copy` puts a copy in place: the tensor object stays, so everything that refers to it (a module that is used twice, a
-layer that reads another's buffer) reads and writes the copy. Other tensors in the old memory (a saved tensor of another
+`tensor.data = copy` gives a tensor object the memory of the copy. So everything that refers to the object (a module that is used
+twice, a layer that reads another's buffer) reads and writes the copy. Other tensors in the old memory (a saved tensor of another
 microbatch, a view) keep their values.
 """
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, UntypedStorage
 
-# A tensor up to this size is copied before every forward that is recomputed, whether or not it is known to change.
+# A buffer of at most this size is copied before every forward that is recomputed, whether or not it is known to change.
 SMALL_BYTES = 1 << 16
 
 Storages = dict[int, UntypedStorage]  # identity of a storage -> its copy
@@ -36,12 +36,12 @@ def is_simple(tensor: Tensor) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often the tensor was changed in place; 0 for a tensor made in inference mode, which does not count its changes."""
+    """How often the tensor was changed in place. It is 0 for an inference tensor, which does not count its changes."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 class TensorCopies:
-    """Some tensors, each with a copy of its value in memory of its own. `simple`: each tensor is known to be `is_simple`."""
+    """Some tensors, each with a copy in separate memory. `simple`: `is_simple` is known to hold for each tensor."""
 
     def __init__(self, tensors: Iterable[Tensor], *, simple: bool = False) -> None:
         self.tensors = list(tensors)
@@ -53,7 +53,7 @@ class TensorCopies:
         return [now for now, before in zip(self.tensors, self.copies) if not same_values(now, before)]
 
     def only(self, wanted: Iterable[Tensor]) -> TensorCopies:
-        """The copies of `wanted` alone."""
+        """A part of these copies: those of the tensors in `wanted`."""
         copies = {id(tensor): copy for tensor, copy in zip(self.tensors, self.copies)}
         some = TensorCopies(())
         some.tensors = [tensor for tensor in wanted if id(tensor) in copies]
@@ -101,7 +101,7 @@ def same_values(now: Tensor, before: Tensor) -> bool:
 
 
 def fingerprint(tensor: Tensor) -> Tensor | None:
-    """The sum of the elements, their bits read as integers, as a 0-dim int64 tensor on the device; it wraps around. None: no plain bits."""
+    """The wrapping sum of the elements, whose bits are read as integers: 0-dim, int64, on the device. None: not a plain dense tensor."""
     if not is_dense(tensor) or tensor.is_meta or tensor.is_quantized:
         return None
     plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
@@ -113,7 +113,7 @@ def copy_of(tensor: Tensor) -> Tensor:
     """A copy with the strides of its tensor, without a graph."""
     copy = tensor.detach().clone()
     if is_dense(tensor) and copy.stride() != tensor.stride():
-        # Strides decide how a kernel adds up: a copy must have those of its tensor.
+        # The order of a kernel's sums depends on strides, so a copy must have those of its tensor.
         return view_into(copy_of_storage(tensor), tensor)
     return copy
 

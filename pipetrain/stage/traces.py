@@ -1,6 +1,6 @@
 """Traces: counters, caches, generators and other state that a forward changes in attributes or variables, outside of autograd and buffers.
 
-Traces before and after a forward are compared. They cannot be restored, so a layer that leaves traces is not run a second time.
+Traces before and after a forward are compared. They cannot be restored, so a layer that changes them is kept and not recomputed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_MANY = 64  # entries; a longer list or dict is not searched
-_DEEPEST = 4  # attributes of attributes that are searched
+_MANY = 64  # entries; longer lists and dicts are not searched
+_DEEPEST = 4  # levels: an attribute, its attributes or entries, and so on
 _ATOMS = (types.NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 # Every nn.Module has these attributes, so they are not traces of a layer. `layer_state.py` handles buffers.
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
@@ -57,8 +57,8 @@ def attributes_of(named: Iterable[tuple[str, Any]]) -> Look:
 
 
 def outer_traces(layer: Any) -> Look:
-    """Numbers, texts and generators that the code of a layer or loss can rebind or draw from: class variables, variables of enclosing
-    functions, and globals that the code names. Lists and dicts there do not count."""
+    """Numbers, texts and generators outside of a layer or loss that its code can rebind or draw from: class variables, variables of
+    enclosing functions, and globals that the code names. Lists and dicts there do not count."""
     found = {
         f"{kind.__name__}.{name}": _atom(value)
         for kind in _kinds_of(layer)
@@ -82,7 +82,7 @@ def rebound_outside(layer: Any) -> str | None:
 
 
 def holds_outside(layer: Any) -> bool:
-    """Whether the code of a layer names a list, dict, set or generator outside of the layer: a copy would change it, too."""
+    """Whether the code of a layer names a list, dict, set or generator outside of the layer. A copy of the layer would change it, too."""
     named = [value for function in _code_of(layer) for _, value in _variables_of(function)]
     in_classes = [value for kind in _kinds_of(layer) for value in vars(kind).values()]
     return any(type(value) in _CONTAINERS for value in named) or any(
@@ -124,7 +124,7 @@ def _note_parts(name: str, thing: Any, found: Look, seen: set[int], depth: int) 
 
 
 def members_of(thing: Any, *, of_modules: bool) -> Iterator[tuple[str, Any]]:
-    """The direct parts of an object, each after its text (`.name`, `[0]`). `of_modules`: also parameters, buffers and submodules."""
+    """The direct parts of an object, as pairs (`.name` or `[0]`, part). `of_modules`: also parameters, buffers and submodules."""
     if isinstance(thing, dict):  # no other Mapping, because it may read each value from a disk
         yield from ((f"[{key!r}]", value) for key, value in list(thing.items()))
     elif isinstance(thing, (list, tuple, deque, set, frozenset)):
