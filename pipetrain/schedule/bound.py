@@ -31,9 +31,9 @@ def bound(
     """A lower bound, in seconds, on the step of every order in which no stage before the last runs a B right after its own F.
 
     (Such a B would keep its set at no cost. With one microbatch the bound counts this, so it holds for every order.) `bound_of`
-    gives it for the sets that one schedule keeps. `split_backward`: every backward is an I and a W, not a B. The proof is that of
-    `bound_of`, but n_kept(s) is not known here: `policy` says which numbers of sets a stage may keep. T is the least time for which
-    each stage has such a number that leaves time for R and slots for its sets.
+    gives it for the sets that one schedule keeps. `split_backward`: every backward is an I and a W, not a B. The proof is that
+    of `bound_of`, but n_kept(s) is not known here: `policy` says which numbers of sets a stage may keep. T is the least time
+    for which each stage has such a number that leaves time for R and slots for its sets.
     """
     wanted = RecomputePolicy.of(policy)
     wanted.check_stages(costs.num_stages)
@@ -77,16 +77,16 @@ def bound_of(schedule: Schedule, costs: Costs) -> float:
     recomputed set take their shares of r + b one after the other, so the second term stays. With a split backward the inequality holds
     twice: with b = i and this tail, and with b = i + w and a tail of 0.
 
-    Copies. An offloaded set holds a slot from F to the end of OFFLOAD and from the start of RELOAD to the end of the backward: at
-    least f + 2 o + b, if a copy takes o. So n_kept L + n_off (f + 2 o + b) + n_rec (r + b) <= K (T - head - tail). OFFLOAD run one at
-    a time, the first after an F, and a RELOAD and a backward follow the last: T >= head + f + (n_off + 1) o + b + tail, for n_off > 0.
-    With k parts, F holds k slots, and each part then holds one for its share of 2 o + b: k f + 2 o + b in all. The RELOAD and the
-    backward after the last OFFLOAD are those of one part and may be short, so T >= head + f + n_off o + tail.
+    Copies. An offloaded set holds a slot from F to the end of OFFLOAD and from the start of RELOAD to the end of the backward:
+    at least f + 2 o + b, if a copy takes o. So n_kept L + n_off (f + 2 o + b) + n_rec (r + b) <= K (T - head - tail). OFFLOAD
+    run one at a time, the first after an F, and a RELOAD and a backward follow the last: T >= head + f + (n_off + 1) o + b +
+    tail, for n_off > 0. With k parts, F holds k slots, and each part then holds one for its share of 2 o + b: k f + 2 o + b in
+    all. After the last OFFLOAD, RELOAD and backward of its part may be short, so T >= head + f + n_off o + tail.
 
-    Gradients. A REDUCE_GRAD of stage s comes after all F, R and backwards of s. Those of one stage run one after the other:
-    T >= head_s + work of s + reduces of s. A REDUCE_GRAD also comes after the whole path of one microbatch, from stage 0 to the end
-    of its backward on s: T >= that path + reduces of s. If s has parts, the REDUCE_GRAD of part j comes after all F, and after R
-    and B of parts j and above. T >= head_s + m f + work of parts j and above + reduces of parts j and below, which come after it.
+    Gradients. A REDUCE_GRAD of stage s comes after all F, R and backwards of s. Those of one stage run one after the other: T
+    >= head_s + work of s + reduces of s. A REDUCE_GRAD also comes after the whole path of one microbatch, from stage 0 to the
+    end of its backward on s: T >= that path + reduces of s. If s has parts, the REDUCE_GRAD of part j comes after all F, and
+    after R and B of parts j and above. So T >= head_s + m f + work of parts j and above + reduces of parts j and below.
     """
     ways, reduces = _ways_back(schedule), reduces_of(schedule)
     links = _Links(costs, schedule.stage_ranks, schedule.first_backward, ways, schedule.policy, reduces)
@@ -108,7 +108,7 @@ def _ways_back(schedule: Schedule) -> list[Counter[Way]]:
 def _reduces_by_stage(
     costs: Costs, policy: RecomputePolicy, reduces: Sequence[Op]
 ) -> dict[int, list[tuple[float, float]]]:
-    """`_Links.reduces`: per stage a pair for each part, the last part first. Sums with other stages come last and are included."""
+    """`_Links.reduces`: per stage a pair for each part, the last part first. The seconds include the sums with other stages."""
     found: dict[int, list[tuple[float, float]]] = {}
     for stage in sorted({op.stage for op in reduces}):
         own = [op for op in reduces if op.stage == stage]

@@ -114,10 +114,10 @@ class RecomputePolicy:
     one slot. `parts` are the numbers of layers in the parts of each stage; `shares`, if known, the parts' fractions of its work
     (`of_layers`). With `mode=never` only replicas use parts: they sum the gradients of a part as soon as these are complete.
 
-    `offload`: whether sets may go to host memory, where a stage has at most `host_sets` of them at once (None: any number). Such a
-    set takes a slot from its F to the end of its OFFLOAD, and again from the start of its RELOAD. Each part of a set has copies of
-    its own. `sets` is then 1 or more. `host_bytes` limits the host memory of a rank. None: the ranks of a machine share a third of
-    what is free at the start. A step that needs more ends with an error.
+    `offload`: whether sets may go to host memory, where a stage has at most `host_sets` of them at once (None: any number).
+    Such a set takes a slot from its F to the end of its OFFLOAD, and again from the start of its RELOAD. Each part of a set has
+    copies of its own. `sets` is then 1 or more. `host_bytes` limits the host memory of a rank. None: the ranks of a machine
+    share a third of what is free at the start. A step that needs more ends with an error.
 
     `verify`: on which microbatches R is compared with F: `first` (of each kind of step), `every`, `off`, or a number N (one
     microbatch every N steps, in turn). `verify` and `host_bytes` change no op: policies that differ in these alone are equal.
