@@ -101,7 +101,7 @@ def one_forward_one_backward(shape: Shape) -> ComputeLanes:
         rank 2        F0 B0 F1 B1 F2 B2 F3 B3              1 in flight
 
     Stage s of p has min(m, p - s) forwards in flight. `warmup` may ask for more, up to those of GPipe.
-    More forwards in flight cover slow hops.
+    More forwards in flight hide the time of slow hops.
     """
     _one_stage_per_rank(shape, "1f1b")
     in_flight, microbatches = in_flight_of(shape), range(shape.num_microbatches)

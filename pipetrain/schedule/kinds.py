@@ -96,7 +96,7 @@ class KindRow:
     direction: Direction | None = None  # of the boundary tensor that it reads, writes or moves
     recv_kind: Kind | None = None  # the receive whose tensor it reads, if the neighbour is on another rank
     send_kind: Kind | None = None  # the send of its result, likewise
-    peer_kind: Kind | None = None  # the op at the other end of a transfer, on another rank
+    peer_kind: Kind | None = None  # the kind at the other end of a transfer, on another rank
     reads: tuple[Kind, ...] = ()  # kinds of ops whose results it reads, if the schedule has them
     needs_set: bool = False  # it reads the set: if F's set is not kept, R or RELOAD comes before
     allocates: frozenset[Holding] = frozenset()  # what the stage holds from the start of this op on
@@ -179,8 +179,8 @@ _ROWS: Mapping[Kind, KindRow] = {
     Kind.REDUCE_GRAD: KindRow(Lane.REDUCE, per_stage=True, peer_kind=Kind.REDUCE_GRAD, cost="reduce"),
 }
 
-# In each direction, a microbatch passes a stage by one of these sequences of ops (by default the first). Its first op reads a
-# boundary tensor and writes the one for the next stage. After the last op of a backward the stage holds nothing of it.
+# In each direction, a microbatch passes a stage by one of these sequences of ops; the first is the default. The first op reads
+# a boundary tensor and writes the one for the next stage. After the last op of a backward the stage holds nothing of it.
 PASS_SEQUENCES: Mapping[Direction, tuple[tuple[Kind, ...], ...]] = {
     Direction.FORWARD: ((Kind.F,),),
     Direction.BACKWARD: ((Kind.B,), (Kind.I, Kind.W)),

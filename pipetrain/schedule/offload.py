@@ -17,8 +17,8 @@ The order of F and backwards is given. The rule goes through time, event by even
     [3] RELOAD, when its lane is free: the next missing set on the host, in the order of B, `early` copies before it must start.
     [4] R of the next dropped set, when the rank can run nothing else.
 
-B is due at its start in the step in which all sets are kept. [3] and [4] leave the last slot to the first missing set. If sets
-that are read after it hold all slots, the one read last is offloaded or dropped. So the first missing set gets a slot.
+B is due when it starts in the step in which all sets are kept. [3] and [4] leave the last slot to the first missing set. If
+sets that are read after it hold all slots, the one read last is offloaded or dropped. So the first missing set gets a slot.
 `Schedule.order` has the ops of a rank in the order in which they take and free slots. `waits.py` derives the waits from it,
 `check` proves that no timing takes more slots (`alive.py`), and the CSV file stores it.
 """
@@ -52,7 +52,7 @@ _Pair = tuple[int, int]  # a set of a stage: the position in the lane of the op 
 
 @dataclass(frozen=True)
 class CopyRule:
-    """Parameters of [2] and [3], in durations of a copy: how long an offloaded set is unused, and how early RELOAD begins."""
+    """In durations of a copy, `margin`: how long a set must stay unused to be offloaded; `early`: the lead of RELOAD in [3]."""
 
     margin: float = 2.0
     early: float = 0.0
@@ -248,7 +248,7 @@ class _Placement:
         self._arrived[reader] = now
         self._push(now, to, None)
 
-    # What a rank begins: each of these returns whether it changed a state -------------------------------------------------
+    # What a rank begins: each of these returns whether it did something --------------------------------------------------
 
     def _compute(self, rank: int, now: float) -> bool:
         """The next op of the compute lane [1]; if it cannot run, an R [4]."""

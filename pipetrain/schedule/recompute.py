@@ -110,7 +110,7 @@ def _with_lanes(schedule: Schedule, lanes: dict[Lane, tuple[Op, ...]], kept: Set
 
 
 def _with_parts(schedule: Schedule, compute: Sequence[Op], wanted: Callable[[Op], bool]) -> Iterator[Op]:
-    """`compute`, with B of each part in place of a B if it is `wanted` or, with several replicas, the last of its stage."""
+    """`compute`, in which a B per part replaces each `wanted` B and, with several replicas, the last B of each stage."""
     last = {op.stage: op for op in compute if op.kind in _FIRST_READERS}.values() if schedule.num_replicas > 1 else ()
     for op in compute:
         goes_in_parts = op.kind in _FIRST_READERS and op.part is None and (wanted(op) or op in last)
@@ -221,7 +221,7 @@ _MOST_FOR_RECOMPUTE = 1  # slots that a pattern leaves to R alone: with more, R 
 def fill_places(
     draft: Schedule, for_recompute: int, wanted: Container[int], *, from_the_end: bool = False
 ) -> frozenset[tuple[int, int]]:
-    """Keeps each wanted set for which its stage has a free activation slot. `from_the_end` takes microbatches in reverse, not in the order of F.
+    """Keeps each wanted set for which its stage has a free activation slot. `from_the_end`: the last one first.
 
     Each stage leaves `for_recompute` of its slots to R at any time; a slot holds a set or a part of one. With 0, kept sets may
     fill all slots, but each set that is not kept must still find a slot just before its first reader.
@@ -240,8 +240,9 @@ def fill_places(
 class _Places:
     """How many activation slots of one stage are taken while each of its ops runs, in the order of its compute lane.
 
-    A recomputed set needs at least one slot from its first reader to its last op; its parts use it one after the other. A kept set
-    needs a slot per part, from its F. An R can wait for a slot until just before the first reader, so a recomputed set counts only from there.
+    A recomputed set needs at least one slot from its first reader to its last op; its parts use it one after the other. A kept
+    set needs a slot per part, from its F. R can wait for a slot until just before the first reader, so its set counts only from
+    there.
     """
 
     def __init__(self, draft: Schedule, stage: int, for_recompute: int) -> None:

@@ -26,7 +26,7 @@ class ScheduleSpec:
     copies, positions of R and W, and order of `auto` are fastest. `first_backward` is the first stage in which something needs
     a gradient, `num_stages` for forwards only. `transport_ahead` tensors of a link are received ahead of use. `split_backward`
     makes I and W of each B. `order` is one that was found for the family `auto` (`order_of`); None: list scheduling makes one.
-    `tied` are the pairs of stages (lower, higher) that share parameters (`Plan.tied_stages`). `num_replicas` run it side by side.
+    `tied`: pairs of stages (lower, higher) that share parameters (`Plan.tied_stages`). `num_replicas` pipelines sum gradients.
 
     Raises:
         ValueError: numbers that do not fit each other; the message names the config key.

@@ -18,8 +18,8 @@ With a split backward, [3] and [9] wait for W in place of B, because W frees the
 
 [9] follows `Schedule.order`: with K slots on a stage, its nth op that takes a slot waits for the first n - K ops that free one.
 So at most K sets hold slots, whatever the timing.
-Ops of one queue need no waits, because they run in its order. [1] still names the op that writes the tensor if both stages are
-on one rank.
+
+Ops of one queue need no waits. But if two neighbouring stages are on one rank, [1] names the op that writes the tensor.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Wait = tuple[Op, Op]  # (op, what it waits for)
 
 
 def add_waits(schedule: Schedule, transport_ahead: int = 2) -> Schedule:
-    """`schedule` with its waits. Ahead of use come at most `transport_ahead` tensors of a link, or the inputs that are stashed.
+    """`schedule` with its waits. At most `transport_ahead` tensors of a link, or all inputs to stash, arrive ahead of use.
 
     A stage has memory for all inputs that it stashes at once (all in GPipe, the warm-up in 1F1B), so these may all come early.
     Otherwise they would take as much memory on the sender. With `transport_ahead=0` a receive is posted when the op before its
@@ -127,8 +127,8 @@ def read_by(schedule: Schedule, recompute: Op) -> tuple[Op, ...]:
 class _Pool:
     """The activation slots of one stage along its compute lane. The last op of a set, or of a part, frees its slot.
 
-    A kept set holds its slots from the start of its F to the end of its last op. For each R, a recomputed set may hold one
-    until its last op ends, if its own R comes earlier in the recompute lane.
+    A kept set holds its slots from the start of its F to the end of its last op. For a given R, a recomputed set may
+    hold one until its last op ends, if its own R is earlier in the recompute lane.
     """
 
     def __init__(self, schedule: Schedule, stage: int, compute: tuple[Op, ...]) -> None:
@@ -149,7 +149,7 @@ class _Pool:
                 kept -= places_freed(schedule, op) * is_kept
 
     def last_full_before(self, recompute: Op) -> Op | None:
-        """The op that `recompute` waits for: the last before the reader of its set during which no slot is free. None: no wait."""
+        """The op that `recompute` waits for: the last before its set is read during which no slot is free. None: no wait."""
         way = read_by(self._schedule, recompute)
         read, end = (self._place.get(op, len(self._compute)) for op in (way[0], way[-1]))
         found = None
