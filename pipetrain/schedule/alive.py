@@ -125,8 +125,8 @@ def _ended_before(schedule: Schedule, rank: int) -> dict[Op, list[int]]:
 
 
 def _peaks_with_copies(schedule: Schedule, rank: int) -> Iterator[tuple[int, SetPeak]]:
-    """As `peak_sets`, for the stages of one rank. If the ops of `Schedule.order` up to one that takes a
-    slot take n in all, at most n less those freed by ops that must have ended when it starts are in use."""
+    """As `peak_sets`, for the stages of one rank. An op of `Schedule.order` takes the nth slot of its stage. When it starts,
+    some ops must have ended and have freed slots: at most n less their number are in use."""
     before, taken = _ended_before(schedule, rank), Counter[int]()
     freed = {
         stage: [

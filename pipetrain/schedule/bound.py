@@ -195,7 +195,7 @@ class _Links:
             in_parts = recomputed * (self.recompute[stage] + backward)
             lives = self.parts[stage] * kept * (way + backward) + in_parts
             lives += away * (self.parts[stage] * self.forward[stage] + 2 * self.copy[stage] + backward)
-            last = self.copy[stage] + backward if self.parts[stage] == 1 else 0.0  # of a part they are shorter
+            last = self.copy[stage] + backward if self.parts[stage] == 1 else 0.0  # those of one part may be short
             copies = self.forward[stage] + away * self.copy[stage] + last if away else 0.0
             least = max(least, self.head(stage) + max(lives / places, copies) + outside)
         return least

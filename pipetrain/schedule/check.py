@@ -322,7 +322,7 @@ def each_op_after_what_it_reads(schedule: Schedule) -> Iterator[Violation]:
     for own, ops in enumerate(queues.values()):
         ended = [-1] * len(queues)  # per queue, the last of its ops that has ended before this one starts
         for number, op in enumerate(ops):
-            ended[own] = number - 1  # a message there has only started, but what it waited for has ended
+            ended[own] = number - 1  # if it is a message it has only started, but what it waited for has ended
             for awaited in schedule.waits.get(op, ()):
                 other, place = places[awaited]
                 if place > ended[other]:

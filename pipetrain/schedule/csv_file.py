@@ -106,7 +106,7 @@ def order_of_csv(text: str, path: str, shape: Shape) -> ComputeLanes:
 
 
 def _rows(text: str, path: str) -> tuple[list[list[tuple[str, Op]]], bool]:
-    """For each line that has a cell, its ops with their positions (file, line and cell); and whether it says `keep`."""
+    """For each line that has a cell, its ops with their positions (file, line and cell); and whether the file says `keep`."""
     lines = [(line, cells) for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1) if cells]
     all_kept = bool(lines) and [cell.strip() for cell in lines[0][1] if cell.strip()] == [_ALL_KEPT]
     rows = []

@@ -241,8 +241,7 @@ class _Places:
     """How many activation slots of one stage are taken while each of its ops runs, in the order of its compute lane.
 
     A recomputed set needs at least one slot from its first reader to its last op; its parts use it one after the other. A kept
-    set needs a slot per part, from its F. R can wait for a slot until just before the first reader, so its set counts only from
-    there.
+    set needs a slot per part, from its F. R can wait until just before the first reader, so its set counts only from there.
     """
 
     def __init__(self, draft: Schedule, stage: int, for_recompute: int) -> None:

@@ -72,7 +72,7 @@ def best_schedule(
     cache: Path | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> FoundSchedule:
-    """The best schedule for `spec`, of the family `auto`, that is found with `effort`. `check` has passed it, if not large.
+    """The best schedule for `spec`, of the family `auto`, that is found with `effort`; unless large, it has passed `check`.
 
     `cache` is the folder for results; None: they are not stored. `say` gets a line if the search takes time. With an effort of
     0 seconds only the rule, the named families and the stored result are tried. A large problem has more than `MOST_COMPARED`
@@ -175,7 +175,7 @@ def _sound(spec: ScheduleSpec, order: ComputeLanes) -> list[Schedule]:
 def _found(
     spec: ScheduleSpec, costs: Costs, schedules: Iterable[Schedule], least_seconds: float = 0.0
 ) -> FoundSchedule:
-    """The fastest of `schedules`; of equal ones the first. Raises the error of `check` for an unsound one that is faster."""
+    """The fastest of `schedules`; of equal ones the first. Raises the error of `check` if the fastest so far is unsound."""
     best, seconds = None, math.inf
     for schedule in schedules:
         taken = simulate(schedule, costs).step_seconds
