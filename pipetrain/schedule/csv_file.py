@@ -36,7 +36,7 @@ _PAIR = "OVERLAP_F_B"
 
 
 def write_csv(schedule: Schedule) -> str:
-    """The text of the file. An R of the recompute lane comes before its B or I; in `auto` and with copies, where it may start."""
+    """The text of the file. An R of the recompute lane is before its B or I; in `auto` and with copies, where it may start."""
     if schedule.family == AUTO or schedule.order:
         return csv_of_order(order_of(schedule))
     recomputed = {(op.stage, op.microbatch) for _, lane, op in schedule.ops() if lane is Lane.RECOMPUTE}

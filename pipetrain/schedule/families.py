@@ -130,7 +130,7 @@ def in_flight_of(shape: Shape) -> tuple[int, ...]:
     have a tensor in transfer, and the step would be longer than with the classic numbers.)
 
     Raises:
-        ValueError: w is below 1 or above GPipe's; or in a list a stage has fewer than its classic number, more than in GPipe, or
+        ValueError: w is below 1 or above GPipe's; or in a list a stage has less than its classic number, more than in GPipe, or
             more than the stage before it. (Then stage s + 1 would wait for an F that stage s runs after a B of stage s + 1.)
     """
     stages, microbatches, warmup = shape.num_stages, shape.num_microbatches, shape.warmup

@@ -63,7 +63,7 @@ class Kind(enum.StrEnum):
 
     @functools.cached_property
     def computes(self) -> bool:
-        """Whether it computes on the device. R counts even in the recompute lane, where it may overlap with other ops on a GPU."""
+        """Whether it computes on the device. R of the recompute lane counts too, though it may overlap with others."""
         return self.row.lane is Lane.COMPUTE
 
 

@@ -39,7 +39,7 @@ class Schedule:
     stages and in all replicas. These pairs are not in `waits`.
 
     `kept` are the pairs (stage, microbatch) whose set stays from F to the end of their backward. Each other pair with a
-    backward has an R, or an OFFLOAD and a RELOAD. Stages below `first_backward` have no backward, no R and no gradient messages:
+    backward has an R, or an OFFLOAD and a RELOAD. Stages below `first_backward` have no backward, R and gradient messages:
     nothing in them or before them needs a gradient. With forwards only, `first_backward` is `num_stages`.
 
     `transport_ahead` is the number of tensors per link that may arrive ahead of use, besides stashed inputs.

@@ -5,7 +5,7 @@ The model (the runtime does the same, but on a GPU an R of the recompute lane ma
 - A rank runs one op that computes at a time, to its end. When it is free it takes the head of its compute lane if all that
   this op waits for has ended, otherwise the head of its recompute lane if that one may run. `halves.py` puts the W of its
   drafts into the reduce lane. A rank runs these only when it can run nothing else, so the result shows where they fill waits.
-- Copies to host memory and copies back are two more queues of a rank. Each runs one copy at a time, beside the ops that compute.
+- Copies to host memory and copies back are two more queues of a rank. Each runs one copy at a time, beside ops that compute.
   In a schedule with copies all messages take `Costs.copy_contention` times as long.
 - A tensor travels when its send may start, its receive is posted and the tensor before it on the same link has
   arrived; send and receive end together. So do the two ends of a REDUCE_GRAD. None of them occupies the rank.

@@ -9,7 +9,7 @@ time. If a stage gets no order, other starts of the last stage are tried, or a l
 
     by_rule      the rule of `offload.py` places the sets. F and B come in the order of deadlines and arrivals, and each F so
                  early that R has time. Of the tries that keep all deadlines, the one with the least time in flight counts
-    by_solver    constraint programming (CP-SAT of ortools) starts from that order. Its variables: the starts of all ops and, for
+    by_solver    constraint programming (CP-SAT of ortools) starts from that order. Variables: the starts of all ops and, for
                  each set, whether it is recomputed or offloaded. A model of all stages together finds nothing in minutes
 
 Times are whole numbers, as in `polish.py`. Callers compare the orders by their simulated steps.
