@@ -60,7 +60,7 @@ def as_sets(schedule: Schedule, stage: int, places: int) -> float:
 
 @dataclass(frozen=True)
 class SetPeak:
-    """The largest number of sets of one stage that are alive at once, and their activation slots (`places`). `op` opens the last of them."""
+    """The most sets of one stage that are alive at once, and their activation slots (`places`). `op` takes the last slot."""
 
     sets: float
     places: int
@@ -90,7 +90,7 @@ def peak_sets(schedule: Schedule) -> tuple[SetPeak, ...]:
 
 
 def _moments(schedule: Schedule, rank: int) -> list[tuple[Op, bool]]:
-    """Ops of a rank that begin (True) or end (False) a set, by how many compute ops have ended; at equal counts those that end one come first."""
+    """Ops of a rank that begin (True) or end (False) a set, by the number of compute ops that have ended; ends come first."""
     compute = schedule.lane(rank, Lane.COMPUTE)
     place = {op: number for number, op in enumerate(compute)}
     moments: list[tuple[int, bool, Op]] = []
@@ -125,8 +125,8 @@ def _ended_before(schedule: Schedule, rank: int) -> dict[Op, list[int]]:
 
 
 def _peaks_with_copies(schedule: Schedule, rank: int) -> Iterator[tuple[int, SetPeak]]:
-    """As `peak_sets`, for the stages of one rank. When the n-th op of `Schedule.order` that takes a place has started, at most n sets have
-    come, and those have gone whose end it waits for. So at most n minus that number of sets are there."""
+    """As `peak_sets`, for the stages of one rank. An op of `Schedule.order` takes the nth slot of its stage. When it starts,
+    some ops must have ended and have freed slots: at most n less their number are in use."""
     before, taken = _ended_before(schedule, rank), Counter[int]()
     freed = {
         stage: [
@@ -144,7 +144,7 @@ def _peaks_with_copies(schedule: Schedule, rank: int) -> Iterator[tuple[int, Set
 
 
 def peak_on_host(schedule: Schedule, stage: int) -> tuple[int, Op | None]:
-    """The most sets of `stage`, or of one of its parts, in host memory at once, whatever the timing, and the OFFLOAD of the last of them."""
+    """The most sets of `stage`, or of one of its parts, on the host at once, whatever the timing; and the last OFFLOAD."""
     before, rank = _ended_before(schedule, schedule.stage_ranks[stage]), schedule.stage_ranks[stage]
     down, held = [op for op in schedule.lane(rank, Lane.OFFLOAD) if op.stage == stage], list[tuple[int, Op]]()
     for part in {op.part for op in down}:

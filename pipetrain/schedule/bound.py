@@ -28,13 +28,12 @@ def bound(
     first_backward: int = 0,
     split_backward: bool = False,
 ) -> float:
-    """A lower bound, in seconds, on the step of every order. `bound_of` gives it for the sets that one schedule keeps.
+    """A lower bound, in seconds, on the step of every order in which no stage before the last runs a B right after its own F.
 
-    It assumes that every stage before the last runs a second F before its first backward. Then no B comes right after its own F, which would
-    keep a set at no cost, and the stage recomputes each set that it does not keep. `split_backward`: every backward is an I and a W, not a B.
-
-    The proof is that of `bound_of`, but n_kept(s) is not known here; `policy` says which numbers a stage may keep. A kept set needs more
-    slot-time, a recomputed one time for R. T is the least time in which each stage can keep a number of sets that slots and R allow.
+    (Such a B would keep its set at no cost. With one microbatch the bound counts this, so it holds for every order.) `bound_of`
+    gives it for the sets that one schedule keeps. `split_backward`: every backward is an I and a W, not a B. The proof is that
+    of `bound_of`, but n_kept(s) is not known here: `policy` says which numbers of sets a stage may keep. T is the least time
+    for which each stage has such a number that leaves time for R and slots for its sets.
     """
     wanted = RecomputePolicy.of(policy)
     wanted.check_stages(costs.num_stages)
@@ -78,16 +77,16 @@ def bound_of(schedule: Schedule, costs: Costs) -> float:
     recomputed set take their shares of r + b one after the other, so the second term stays. With a split backward the inequality holds
     twice: with b = i and this tail, and with b = i + w and a tail of 0.
 
-    Copies. An offloaded set holds a slot from F to the end of its copy down and from the start of its copy up to the end of the backward, at
-    least f + 2 o + b: n_kept L + n_off (f + 2 o + b) + n_rec (r + b) <= K (T - head - tail). A lane copies one set at a time, the first of
-    them after an F. After the last copy down come a copy up and a backward: T >= head + f + (n_off + 1) o + b + tail, where n_off > 0.
-    With k parts, F holds k slots, and each part then holds one for its share of 2 o + b: k f + 2 o + b in all. After the last copy down, the copy
-    up and the backward of that part may take little time, so the lanes give T >= head + f + n_off o + tail.
+    Copies. An offloaded set holds a slot from F to the end of OFFLOAD and from the start of RELOAD to the end of the backward:
+    at least f + 2 o + b, if a copy takes o. So n_kept L + n_off (f + 2 o + b) + n_rec (r + b) <= K (T - head - tail). OFFLOAD
+    run one at a time, the first after an F, and a RELOAD and a backward follow the last: T >= head + f + (n_off + 1) o + b +
+    tail, for n_off > 0. With k parts, F holds k slots, and each part then holds one for its share of 2 o + b: k f + 2 o + b in
+    all. After the last OFFLOAD, RELOAD and backward of its part may be short, so T >= head + f + n_off o + tail.
 
-    Gradients. A REDUCE_GRAD of stage s comes after all F, R and backwards of s. Those of one stage run one after the other:
-    T >= head_s + work of s + reduces of s. A REDUCE_GRAD also comes after the whole path of one microbatch, from stage 0 to the end of its
-    backward on s: T >= that path + reduces of s. If s has parts, the REDUCE_GRAD of part k comes after all F, and after R and B of part k and
-    later parts. Those of the parts before k follow it. So T >= head_s + m f + work of parts k and later + reduces of parts k and before.
+    Gradients. A REDUCE_GRAD of stage s comes after all F, R and backwards of s. Those of one stage run one after the other: T
+    >= head_s + work of s + reduces of s. A REDUCE_GRAD also comes after the whole path of one microbatch, from stage 0 to the
+    end of its backward on s: T >= that path + reduces of s. If s has parts, the REDUCE_GRAD of part j comes after all F, and
+    after R and B of parts j and above. So T >= head_s + m f + work of parts j and above + reduces of parts j and below.
     """
     ways, reduces = _ways_back(schedule), reduces_of(schedule)
     links = _Links(costs, schedule.stage_ranks, schedule.first_backward, ways, schedule.policy, reduces)
@@ -109,7 +108,7 @@ def _ways_back(schedule: Schedule) -> list[Counter[Way]]:
 def _reduces_by_stage(
     costs: Costs, policy: RecomputePolicy, reduces: Sequence[Op]
 ) -> dict[int, list[tuple[float, float]]]:
-    """The pairs of `_Links.reduces`: per stage one for each part, the last part first. Each includes the sums with other stages, which come last."""
+    """`_Links.reduces`: per stage a pair for each part, the last part first. The seconds include the sums with other stages."""
     found: dict[int, list[tuple[float, float]]] = {}
     for stage in sorted({op.stage for op in reduces}):
         own = [op for op in reduces if op.stage == stage]
@@ -130,7 +129,7 @@ class _Links:
     `turn[s]` is B or I: the time from the gradient of a stage's output to that of its input. `after[s]` is the rest of that backward.
     Both are those of the shortest form. `backward[s]` sums up all microbatches; `late[s]` is the part of it that may follow the last turn.
     `reduces[s]` has a pair (share, seconds) per REDUCE_GRAD, which starts when this share of the stage's R and backward has run. `seconds`
-    lasts from its start to the end of the stage's last REDUCE_GRAD. `reduce[s]` is the time of the last one alone.
+    lasts from its start to the end of the stage's last REDUCE_GRAD. `reduce[s]` is `seconds` of the last pair.
     """
 
     def __init__(
@@ -182,8 +181,8 @@ class _Links:
         return sum(self.turn[:stage]) + sum(self.hop_backward[:stage]) + self.end()
 
     def in_places(self, stage: int, kept: int, away: int, recomputed: int) -> float:
-        """The least step, in seconds, with time in the slots of `stage` for so many kept, offloaded and recomputed sets, and for
-        the copies."""
+        """The least step, in seconds, in which the slots of `stage` have time for these numbers of sets, and the lanes for its
+        copies."""
         places = self.places[stage]
         if places is None:
             return 0.0
@@ -196,7 +195,7 @@ class _Links:
             in_parts = recomputed * (self.recompute[stage] + backward)
             lives = self.parts[stage] * kept * (way + backward) + in_parts
             lives += away * (self.parts[stage] * self.forward[stage] + 2 * self.copy[stage] + backward)
-            last = self.copy[stage] + backward if self.parts[stage] == 1 else 0.0  # of a part they are shorter
+            last = self.copy[stage] + backward if self.parts[stage] == 1 else 0.0  # those of one part may be short
             copies = self.forward[stage] + away * self.copy[stage] + last if away else 0.0
             least = max(least, self.head(stage) + max(lives / places, copies) + outside)
         return least
@@ -207,7 +206,7 @@ class _Links:
         def seconds(away: int) -> float:
             return self.in_places(stage, number - away, away, microbatches - number)
 
-        # Each offloaded set takes less slot time, if at all, and more copy time: the least step is where both are equal.
+        # With each offloaded set the slots' bound falls (or never does) and that of copies rises: the least is where they meet.
         falls = bisect.bisect_left(range(number), True, key=lambda away: seconds(away + 1) >= seconds(away))
         return number - falls, falls
 

@@ -1,7 +1,7 @@
 """Proves, before anything runs, that a schedule is complete, cannot hang and stays within its bounds.
 
 One function per rule, in an order in which each may rely on those before it. A rule yields the ops that break it, with
-what is wrong; its docstring is the sentence that the error shows.
+what is wrong. The error shows the first line of the rule's docstring.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ def each_op_after_what_it_reads(schedule: Schedule) -> Iterator[Violation]:
     for own, ops in enumerate(queues.values()):
         ended = [-1] * len(queues)  # per queue, the last of its ops that has ended before this one starts
         for number, op in enumerate(ops):
-            ended[own] = number - 1  # a message has only started, but all that it waited for has ended
+            ended[own] = number - 1  # if it is a message it has only started, but what it waited for has ended
             for awaited in schedule.waits.get(op, ()):
                 other, place = places[awaited]
                 if place > ended[other]:
@@ -396,7 +396,7 @@ def launched_in_one_order(schedule: Schedule) -> Iterator[Violation]:
     """There is no deadlock, even if each op also waits for all that its rank launched before it.
 
     Streams that share a queue of the hardware may wait in this way too. So may transfers: NCCL does not promise to run two at the same time.
-    The rule holds if all ops have one order, in which a message is one op, and each rank launches its own ops in it.
+    The rule holds if one order of all ops, in which both ends of a transfer are one op, contains the launch order of each rank.
     """
     if schedule.launch_order:
         yield from _cycle(find_cycle(schedule, schedule.launch_order))

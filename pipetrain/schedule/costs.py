@@ -20,16 +20,16 @@ class Costs:
     `hop_backward` (gradients) one per edge, hence `num_stages - 1`. Where memory is known, `input_bytes` is the stage
     input that is stashed for one microbatch and `set_bytes` its whole set, one entry per stage.
 
-    `kept_bytes` are bytes of outputs that `recompute.selective` stores from F to B, so that R need not compute them; part of `set_bytes`.
+    `kept_bytes`, a part of `set_bytes`, are the outputs that `recompute.selective` stores from F to B: R does not compute them.
 
     If bytes are unknown, `input_share` is the stashed input as a fraction of a set, and `kept_share` that of the kept outputs.
 
     `reduce` is the time in which a stage sums all its gradients over the replicas, one entry per stage; empty: 0 s. A part takes its
     share of it (`share_of`). `reduce_shared` is the time to sum a bucket with another stage; empty: as `reduce`.
 
-    `offload` is the time to copy a set to host memory, or back, one entry per stage; empty: as long as F. Where a schedule has copies, a
-    hop takes `copy_contention` times as long (an entry per edge; empty: copies do not slow hops): both use the host's memory, and often the
-    same links.
+    `offload` is the time to copy a set to host memory, or back, one entry per stage; empty: as long as F. In a schedule with
+    copies, a hop takes `copy_contention` times as long, because both use the host's memory, and often the same links. It has an
+    entry per edge; empty: copies do not slow hops.
 
     `input_gradient` and `weight_gradient` are I and W, into which a schedule may split B; empty: half of B each.
 
@@ -108,8 +108,8 @@ class Costs:
         offload: Spread | None = None,
         copy_contention: Spread | None = None,
     ) -> Costs:
-        """Costs from numbers: one number for all stages (for `hop`: all edges), or a list with one for each. If None, `input_gradient` and
-        `weight_gradient` are half of B, the shares are unknown, `reduce` takes no time, and `offload` that of F.
+        """Costs from numbers: one number for all stages (for `hop` and `copy_contention`: all edges), or one for each. If
+        None, `input_gradient` and `weight_gradient` are half of B, `reduce` is 0, `offload` is as F, the shares are unknown.
 
         Raises:
             ValueError: a list of the wrong length, or a number that is negative, nan or infinite; the message names the key as `show` spells it.

@@ -36,7 +36,7 @@ _PAIR = "OVERLAP_F_B"
 
 
 def write_csv(schedule: Schedule) -> str:
-    """The text of the file. An R on its own lane is written before its B or I; in the family `auto`, where it may start."""
+    """The text of the file. An R of the recompute lane is before its B or I; in `auto` and with copies, where it may start."""
     if schedule.family == AUTO or schedule.order:
         return csv_of_order(order_of(schedule))
     recomputed = {(op.stage, op.microbatch) for _, lane, op in schedule.ops() if lane is Lane.RECOMPUTE}
@@ -67,7 +67,7 @@ def size_of_csv(path: str | Path) -> tuple[int, int, int]:
 
 
 def read_csv(path: str | Path, shape: Shape) -> ComputeLanes:
-    """The ops of each rank's compute lane: F, B, I and W, and R if the file has them; `AllKept` if it says so.
+    """The ops of each rank in the order of the file: F, B, I, W, R, copies and CALL; `AllKept` if the file says `keep`.
 
     Raises:
         ValueError: the file is not there, or does not hold a schedule of this shape; the message says line and cell
@@ -106,7 +106,7 @@ def order_of_csv(text: str, path: str, shape: Shape) -> ComputeLanes:
 
 
 def _rows(text: str, path: str) -> tuple[list[list[tuple[str, Op]]], bool]:
-    """For each line that has a cell, its ops with their positions (file, line and cell); and whether the file keeps all sets."""
+    """For each line that has a cell, its ops with their positions (file, line and cell); and whether the file says `keep`."""
     lines = [(line, cells) for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1) if cells]
     all_kept = bool(lines) and [cell.strip() for cell in lines[0][1] if cell.strip()] == [_ALL_KEPT]
     rows = []

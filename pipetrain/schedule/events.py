@@ -47,12 +47,12 @@ class Timeline:
 
     @functools.cached_property
     def last_op_end(self) -> float:
-        """When the last F, R or B of any rank ended."""
+        """When the last op that computes ended on any rank."""
         return max((event.end for event in self.events if event.op.kind.computes), default=0.0)
 
     @functools.cached_property
     def end(self) -> float:
-        """When the last F, R or B of any rank ended, or the last REDUCE_GRAD, without which no optimizer may go on."""
+        """When the last op that computes, or the last REDUCE_GRAD, ended on any rank: the optimizer waits for both."""
         reduced = max((event.end for event in self.events if event.op.kind in REDUCING), default=self.last_op_end)
         return max(reduced, self.last_op_end)
 

@@ -1,7 +1,7 @@
-"""The families of schedules: each is one generator of F and B, a few lines below its picture.
+"""The families of schedules: each is a short generator, whose docstring shows its order.
 
-A generator says in which order each rank runs F and B. It knows nothing of recomputation, messages or edges: passes add
-those. To add a family, write its generator and put it into `FAMILIES`.
+A generator orders F and B, or F, I and W, of each rank. Passes add recomputation, messages and waits. To add a family, write
+its generator and put it into `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pipetrain.schedule.policy import not_a_choice
 class Shape:
     """The input of a generator: stage s lives on rank `stage_ranks[s]`.
 
-    `alternate_last`: the last stage, whose gradient needs no message, runs F0 B0 F1 B1 ... `warmup`: forwards in
-    flight, ignored by other families than 1f1b. Stages below `first_backward` need no B; a generator may ignore it. `num_parts` is the
-    number of segments of each stage (empty: 1). A CSV file may order segments; a generator orders whole B.
+    `alternate_last`: the last stage, whose gradient needs no message, runs F0 B0 F1 B1 ... `warmup`: forwards in flight, for
+    1f1b alone. Stages below `first_backward` need no B; passes remove a B that a generator gives them. `num_parts`: segments of
+    each stage (empty: 1). The families order whole B; a CSV file may order the B of segments.
     """
 
     stage_ranks: tuple[int, ...]
@@ -59,8 +59,8 @@ def gpipe(shape: Shape) -> ComputeLanes:
     rank 1     F0 F1 F2 B0 .  B1 .  B2
     rank 2        F0 B0 F1 B1 F2 B2
 
-    A rank with several stages runs the F of one stage after the other, then their B in reverse. So each lane is a part of one
-    order: all F stage by stage, then all B from the last stage. No op waits for a later one, so any placement works.
+    A rank with several stages runs the F of one stage after the other, then their B in reverse. So all lanes follow one order:
+    F stage by stage, then B from the last stage. In this order no op waits for a later one, so any placement works.
     """
     lanes: ComputeLanes = []
     microbatches = range(shape.num_microbatches)
@@ -100,8 +100,8 @@ def one_forward_one_backward(shape: Shape) -> ComputeLanes:
         rank 1     F0 F1 .  B0 F2 B1 F3 B2 .  B3           2 in flight
         rank 2        F0 B0 F1 B1 F2 B2 F3 B3              1 in flight
 
-    Stage s of p has min(m, p - s) forwards in flight. `warmup` may ask for more, up to GPipe's order; more of them cover
-    slow hops.
+    Stage s of p has min(m, p - s) forwards in flight. `warmup` may ask for more, up to those of GPipe.
+    More forwards in flight hide the time of slow hops.
     """
     _one_stage_per_rank(shape, "1f1b")
     in_flight, microbatches = in_flight_of(shape), range(shape.num_microbatches)
@@ -122,16 +122,16 @@ def merge_in_turns(forwards: Sequence[Op], backwards: Sequence[Op], in_flight: i
 
 
 def in_flight_of(shape: Shape) -> tuple[int, ...]:
-    """Forwards in flight per stage: the classic numbers, or those that `warmup` asks for.
+    """Forwards in flight per stage: min(m, p - s) on stage s of p (the classic number), or what `warmup` asks for.
 
-    One number w counts for stage 0. Stage s then has 1 + (w - 1) (p - 1 - s) / (p - 1), rounded up, and never more than m. So
-    each edge has the same number of tensors in transfer. With w = p these are the classic numbers. With w = (m - 1) (p - 1) + 1
-    every stage but the last has all m in flight, as in GPipe. (With the same number on every stage no edge would have a tensor
-    in transfer, and the step would be longer than with the classic numbers.)
+    A single number w is for stage 0. Stage s has 1 + (w - 1) (p - 1 - s) / (p - 1), rounded up, at least its classic number and
+    at most m. So each edge has the same number of tensors in transfer. With w = p these are the classic numbers. With w =
+    (m-1)(p-1) + 1 every stage but the last has all m in flight, as in GPipe. (With the same number on every stage no edge would
+    have a tensor in transfer, and the step would be longer than with the classic numbers.)
 
     Raises:
-        ValueError: a stage has fewer than the classic number, more than in GPipe, or more than the stage before it. (Then stage
-            s + 1 would wait for a forward that stage s runs after a backward of stage s + 1.)
+        ValueError: w is below 1 or above GPipe's; or in a list a stage has less than its classic number, more than in GPipe, or
+            more than the stage before it. (Then stage s + 1 would wait for an F that stage s runs after a B of stage s + 1.)
     """
     stages, microbatches, warmup = shape.num_stages, shape.num_microbatches, shape.warmup
     classic = tuple(min(microbatches, stages - stage) for stage in range(stages))
@@ -174,7 +174,7 @@ def interleaved(shape: Shape) -> ComputeLanes:
         rank 1      1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
 
     A rank runs p forwards on its first stage, then those of the same microbatches on its next stage, and so on. It runs
-    backwards likewise, from its last stage. Rank r of p with v stages runs 2 (p - r - 1) + (v - 1) p forwards before it
+    backwards likewise, from its last stage. Rank r of p with v > 1 stages runs 2 (p - r - 1) + (v - 1) p forwards before it
     alternates F and B. If p does not divide m, the order is that of the next multiple of p, without the missing microbatches.
     """
     ranks = shape.num_ranks

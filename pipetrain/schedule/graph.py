@@ -99,9 +99,9 @@ def find_cycle(schedule: Schedule, chains: Sequence[Sequence[Op]] = ()) -> list[
 
 
 def run_order(graph: OpGraph, turns: Sequence[Any]) -> list[int]:
-    """The ops that can run, in an order that obeys all waits and queues. Of several that may run next, the one with the smallest turn is first.
+    """The ops that can run, in an order that obeys all waits and queues. The smallest entry of `turns` says which runs next.
 
-    `turns` has that value for each op. The two ends of a transfer come together, the send right before its receive.
+    The two ends of a transfer come together, the send right before its receive.
     """
     pending = list(graph.num_before)
     queues = (lanes[lane] for lanes in graph.lanes for lane in (Lane.COMPUTE, Lane.RECOMPUTE, *COPY_LANES))

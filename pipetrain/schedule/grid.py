@@ -19,7 +19,7 @@ _NEIGHBOURS = 2  # ranks shown on each side
 def grid(schedule: Schedule, marked: Op, *, width: int = 110) -> str:
     """The ranks around `marked` with their ops in lane order; `marked` stands in brackets, if it is anywhere.
 
-    All lanes of the rank of `marked`, the compute lane of the others.
+    It shows all lanes of the rank of `marked`, and the compute lanes of the other ranks.
     """
     home = next((rank for rank, _, op in schedule.ops() if op == marked), None)
     if home is None:
@@ -37,7 +37,7 @@ def grid(schedule: Schedule, marked: Op, *, width: int = 110) -> str:
 
 
 def _window(ops: Sequence[Op], marked: Op, width: int) -> str:
-    """The names around `marked`, or what is nearest to it in microbatch and kind, as many on each side as fit into `width`."""
+    """The names around `marked`, or around the op nearest to it in microbatch and kind: as many on each side as fit `width`."""
     if not ops:
         return "-"
 

@@ -51,7 +51,7 @@ def closed_up(draft: Schedule) -> Schedule:
 
 
 def orders_of_w(closed: Schedule, costs: Costs, given: Schedule | None = None) -> Iterator[Schedule]:
-    """Orders to choose from: each W right behind its I, or where `given` has it; and each W where its rank would wait.
+    """Two orders to choose from: each W right behind its I, or where `given` has it; and each W where its rank would wait.
 
     If an op needs the activation slot that a W holds, that W comes earlier than in `given`.
     """
@@ -66,7 +66,7 @@ def orders_of_w(closed: Schedule, costs: Costs, given: Schedule | None = None) -
 
 
 def _where_ranks_wait(closed: Schedule, costs: Costs, most: int) -> Schedule:
-    """`closed` with each W where its rank would otherwise wait. W keep the order of their I; the rest come at the end.
+    """`closed` with each W where its rank would otherwise wait. W keep the order of their I; those without a wait are last.
 
     A simulated step finds these positions: in it, W are in a lane of their own, which runs when nothing else can. With
     `recompute.mode=never` slots do not limit the sets of a stage, so `most` does. Otherwise all W would move to the end, and

@@ -3,18 +3,18 @@
     kind    lane      receives sends    reads   allocates         frees         cost
     F       compute   RECV_F   SEND_F           stash, kept set                 forward
     R       compute*                    F       recomputed set                  recompute
-    B       compute   RECV_B   SEND_B   F                         all three     backward
+    B       compute   RECV_B   SEND_B   F                         stash, set    backward
     I       compute   RECV_B   SEND_B   F                                       input_gradient
-    W       compute                     I                         all three     weight_gradient
+    W       compute                     I                         stash, set    weight_gradient
     CALL    compute
     OFFLOAD offload                     F       set on the host                 offload
     RELOAD  reload                      OFFLOAD                   set on host   offload
     SEND_F  send                        F                                       hop_forward
     REDUCE_GRAD reduce                                                          reduce
-    ...                                 * the recompute lane where recomputation overlaps
+    ...                                 * the recompute lane if recompute.mode=overlap
 
-Code asks the row of a kind (`op.kind.row`), never its name. To add a kind, add it to `Kind` and its row to `_ROWS`; if it is part of a forward
-or a backward, add it to `PASS_SEQUENCES`; and give the executor an entry for it.
+Passes read the row of a kind (`op.kind.row`) and do not compare its name; generators name the kinds that they order. To add a
+kind, add it to `Kind` and its row to `_ROWS`, and give the executor an entry. Add a part of F or B to `PASS_SEQUENCES`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 
 class Lane(enum.StrEnum):
-    """A logical queue of a rank. In `SEND` and `RECV` each stage edge and direction is a queue of its own."""
+    """A group of ops of a rank. It is one queue, but `SEND` and `RECV` have a queue for each stage edge and direction."""
 
     COMPUTE = "compute"
     RECOMPUTE = "recompute"
@@ -41,20 +41,20 @@ class Kind(enum.StrEnum):
     """What an op does. The value is its spelling."""
 
     F = "F"  # forward
-    R = "R"  # recompute: the stage's forward a second time, to get the set back
+    R = "R"  # recompute: the stage's forward a second time, to make its set again
     B = "B"  # backward
     I = "I"  # noqa: E741  # the half of backward that gives the gradient of the input
     W = "W"  # the other half: the gradients of the weights
-    OFFLOAD = "OFFLOAD"  # copies the set of F to host memory; then its place on the device is free
-    RELOAD = "RELOAD"  # copies it back into a place, before its B
+    OFFLOAD = "OFFLOAD"  # copies the set of F to host memory; then its activation slot is free
+    RELOAD = "RELOAD"  # copies the set back into an activation slot, before B
     CALL = "CALL"  # a function of the user's, where a generator or a file puts it
     SEND_F = "SEND_F"  # the output of F to the next stage
     RECV_F = "RECV_F"  # the input of F from the stage before
     SEND_B = "SEND_B"  # the gradient of the input to the stage before
     RECV_B = "RECV_B"  # the gradient of the output from the next stage
-    REDUCE_GRAD = "REDUCE_GRAD"  # sums a bucket of gradients over the ranks with a copy of the parameters: another stage, the other replicas
+    REDUCE_GRAD = "REDUCE_GRAD"  # sums a bucket of gradients over the ranks that hold the same parameters
 
-    # Ops are hashed millions of times; the hash of Enum is a function of Python.
+    # Ops are hashed millions of times, and the hash of Enum is slow, because it is written in Python.
     __hash__ = str.__hash__
 
     @functools.cached_property
@@ -63,12 +63,12 @@ class Kind(enum.StrEnum):
 
     @functools.cached_property
     def computes(self) -> bool:
-        """Whether the op occupies the rank's device: a rank runs one of these at a time."""
+        """Whether it computes on the device. R of the recompute lane counts too, though it may overlap with others."""
         return self.row.lane is Lane.COMPUTE
 
 
 class Direction(enum.IntEnum):
-    """Which way a tensor goes from stage to stage; the value is the step to the next stage on that way."""
+    """The direction of a boundary tensor: from stage s it goes to stage s + the value."""
 
     FORWARD = 1  # activations
     BACKWARD = -1  # gradients
@@ -79,7 +79,7 @@ class Holding(enum.Enum):
 
     STASH = "stash"  # its input or its set, from F to the end of its backward
     KEPT_SET = "kept set"  # the set of F, where it is kept
-    RECOMPUTED_SET = "recomputed set"  # where it is not, from R on
+    RECOMPUTED_SET = "recomputed set"  # the set of R, if that of F is neither kept nor offloaded
     HOST_SET = "set on the host"  # in host memory, from the start of OFFLOAD to the end of RELOAD
 
 
@@ -88,20 +88,20 @@ _EVERYTHING = frozenset({Holding.STASH, Holding.KEPT_SET, Holding.RECOMPUTED_SET
 
 @dataclass(frozen=True, slots=True)
 class KindRow:
-    """The facts of a kind of op. Other ops that it names are those of the same stage and microbatch."""
+    """The facts of a kind of op. Its fields name kinds of the same stage and microbatch, but for `peer_kind`."""
 
     lane: Lane
     overlap_lane: Lane | None = None  # where it runs instead if recompute.mode=overlap
     per_stage: bool = False  # it belongs to a stage, not to a microbatch
     direction: Direction | None = None  # of the boundary tensor that it reads, writes or moves
-    recv_kind: Kind | None = None  # the receive whose tensor it reads, where the neighbour lives on another rank
+    recv_kind: Kind | None = None  # the receive whose tensor it reads, if the neighbour is on another rank
     send_kind: Kind | None = None  # the send of its result, likewise
-    peer_kind: Kind | None = None  # the other end of a transfer
+    peer_kind: Kind | None = None  # the kind at the other end of a transfer, on another rank
     reads: tuple[Kind, ...] = ()  # kinds of ops whose results it reads, if the schedule has them
-    needs_set: bool = False  # it reads the set, so that its R comes before it where the set is not kept
+    needs_set: bool = False  # it reads the set: if F's set is not kept, R or RELOAD comes before
     allocates: frozenset[Holding] = frozenset()  # what the stage holds from the start of this op on
     frees: frozenset[Holding] = frozenset()  # what it no longer holds after the end of this op
-    cost: str | None = None  # the field of `Costs`; None: nothing is known of its time, which counts as 0
+    cost: str | None = None  # the field of `Costs` with its time; None: the time counts as 0
     calls: bool = False  # whether it needs a function of the user's
 
     @property
@@ -174,20 +174,20 @@ _ROWS: Mapping[Kind, KindRow] = {
         Lane.SEND, direction=Direction.BACKWARD, peer_kind=Kind.RECV_B, reads=(Kind.B, Kind.I), cost="hop_backward"
     ),
     Kind.RECV_B: KindRow(Lane.RECV, direction=Direction.BACKWARD, peer_kind=Kind.SEND_B, cost="hop_backward"),
-    # It reads the gradients that all backwards of its stage, or of one part of it, have summed; all ranks with a copy get the total. If
-    # another stage has the copy, the other end is an op of this schedule. If replicas have it, the other end is this op in their schedules.
+    # It reads the gradients that all backwards of its stage, or of one part, have added up; all its ranks get the sum. With
+    # `Op.peer`, it also meets an op of that stage in this schedule. It always meets the same ops of the other replicas.
     Kind.REDUCE_GRAD: KindRow(Lane.REDUCE, per_stage=True, peer_kind=Kind.REDUCE_GRAD, cost="reduce"),
 }
 
-# In each direction, a microbatch passes a stage by the ops of one of these sequences, in order. The first op reads the boundary tensor
-# and writes that of the next stage. After the last op of a backward the stage holds nothing of the microbatch. Default: the first.
+# In each direction, a microbatch passes a stage by one of these sequences of ops; the first is the default. The first op reads
+# a boundary tensor and writes the one for the next stage. After the last op of a backward the stage holds nothing of it.
 PASS_SEQUENCES: Mapping[Direction, tuple[tuple[Kind, ...], ...]] = {
     Direction.FORWARD: ((Kind.F,),),
     Direction.BACKWARD: ((Kind.B,), (Kind.I, Kind.W)),
 }
 MESSAGE_LANES = (Lane.SEND, Lane.RECV)
-COPY_LANES = (Lane.OFFLOAD, Lane.RELOAD)  # to the host, back; a copy occupies no rank
-# In these lanes an op may start once the host has started the op before it in its queue; they end in their order.
+COPY_LANES = (Lane.OFFLOAD, Lane.RELOAD)  # to the host, and back; copies run beside the ops that compute
+# In these lanes an op may start once the op before it in its queue has started. The ops of a queue end in its order.
 TRANSFER_LANES = (*MESSAGE_LANES, Lane.REDUCE)
 
 
@@ -198,7 +198,7 @@ def kinds_where(holds: Callable[[KindRow], bool]) -> frozenset[Kind]:
 
 (RECOMPUTE,) = kinds_where(lambda row: Holding.RECOMPUTED_SET in row.allocates)
 
-# The copy of a set to host memory, and the one back.
+# The copy of a set to host memory, and the copy back.
 (OFFLOAD,) = kinds_where(lambda row: Holding.HOST_SET in row.allocates)
 (RELOAD,) = kinds_where(lambda row: Holding.HOST_SET in row.frees)
 

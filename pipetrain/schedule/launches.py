@@ -11,17 +11,17 @@ runs one transfer at a time. Any such wait may hang all ranks. So ranks launch i
 
     [1] an op comes after all ops that it waits for, and the two ends of a transfer have one position. So no op waits for a
         later op of its rank, even if each waits for all that its rank has launched before.
-    [2] R comes right after the last op that it waits for. By then the host has freed only sets whose backwards the stream of R
-        waits for. So R may use their memory at once, whatever the device still has to do.
-    [3] F waits for the third last SEND_F of its stage that is launched before it, B likewise for a SEND_B, which
-        bounds the outputs that are not sent yet
+    [2] R comes right after the last op that it waits for. The stream of R waits for the backward of each set that the host has
+        freed by then. So R may use the memory of these sets at once.
+    [3] F waits for the third last SEND_F of its stage that is launched before it, and B likewise for SEND_B. So few outputs
+        are unsent at once.
     [4] a receive waits for the last compute op of its own rank that its tensor depends on, for example 0RECV_B0 for
         0F0: the tensor cannot come earlier
 
-The order costs no time while the host is ahead: the waits decide when an op runs. [4] costs none either: its op ends before the message can come.
-If a receiver is slow, the sends to it are late in the launch order, after F; [3] counts only sends before F, so F does not wait for it. This
-happens in GPipe with a last stage that alternates F and B: there F would have to wait for the receiver's B. Memory is bounded however far the
-host is ahead: the host allocates and frees in launch order, which is one of the timings that `alive.py` covers.
+The order costs no time while the host is ahead, because waits decide when an op runs. [4] costs none, because the op that it
+waits for ends before the message can come. Sends to a slow receiver come late in the launch order. [3] does not count those
+after an F, so the unsent outputs are not bounded. This happens in GPipe whose last stage alternates F and B: there F would have
+to wait for the receiver's B. The bounds of sets and stash hold however far the host is ahead (`alive.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Wait = tuple[Op, Op]  # (op, what it waits for)
 def for_device(schedule: Schedule) -> Schedule:
     """`schedule`, which `check` has passed, as devices run it: with its `launch_order` and waits of [2], [3] and [4].
 
-    All added waits follow the one order, so they close no cycle. [2] adds a wait only to an R that waits for a message; no family has one.
+    All added waits follow the one order, so they close no cycle. No family has an R for which [2] adds a wait.
     """
     waits = defaultdict(list, {op: list(awaited) for op, awaited in schedule.waits.items()})
     order = _one_order(schedule)
@@ -67,7 +67,7 @@ def for_device(schedule: Schedule) -> Schedule:
 
 
 def _one_order(schedule: Schedule) -> list[Op]:
-    """[1] and [2]: all ops as they would start if hops took no time, but each R as early as it may be launched."""
+    """[1] and [2]: all ops in the order of their starts if hops took no time, but each R as early as it may be launched."""
     graph = op_graph(schedule)
     started = {event.op: event.start for event in simulate(schedule, Costs.spread(schedule.num_stages)).events}
     turns = []

@@ -1,4 +1,4 @@
-"""Makes a schedule of a ScheduleSpec: a generator orders F and B, then one pass after the other adds R, messages, waits and reduces."""
+"""Makes a schedule of a ScheduleSpec: a generator orders F and B, then passes add R, messages, waits and reduces."""
 
 from __future__ import annotations
 
@@ -103,14 +103,14 @@ def make(spec: ScheduleSpec) -> Schedule:
 
 
 def _without_copies(spec: ScheduleSpec, costs: Costs) -> Schedule:
-    """The schedule of `spec`; copies are those of its order or file."""
+    """The schedule of `spec`. It adds no copies; those of an order or a file stay."""
     if spec.family == AUTO:  # an order with R in it: one that a search found before, or else that of list scheduling
         if spec.order is not None:
             return held_to(spec, spec.order)
         order = lanes_of_ranks(spec, list_order(problem_of(spec, costs)))
         if spec.num_stages * spec.num_microbatches > MOST_COMPARED:
             return _as_ordered(spec, order)
-        # If both are equally fast, R starts as soon as a slot is free: real ops never take exactly their costs, and this order adapts.
+        # If both are equally fast, take the first: its R starts when a slot is free, so it adapts to real times.
         return _fastest([_as_ordered(spec, order), held_to(spec, order)], costs)
     draft, orders = _split(spec, draft_of(spec, _ordered(spec)))
     for op, violation in stash_within_bounds(
@@ -122,8 +122,8 @@ def _without_copies(spec: ScheduleSpec, costs: Costs) -> Schedule:
 
 
 def with_copies(spec: ScheduleSpec, costs: Costs, most_placed: int = MOST_PLACED) -> Schedule:
-    """The fastest of the schedules in which `offload.py` places the sets, of those that `by_stage.py` finds for the family `auto`, and, unless
-    offload=always, of the one without copies. A smaller `most_placed` makes the search faster, but the step may be longer.
+    """The fastest of: schedules with the copies of `offload.py`; in the family `auto` without segments, those of `by_stage.py`;
+    unless offload=always, the one without copies. A smaller `most_placed` means a faster search, but maybe a longer step.
 
     Raises:
         ValueError: as `make_schedule`.
@@ -131,12 +131,12 @@ def with_copies(spec: ScheduleSpec, costs: Costs, most_placed: int = MOST_PLACED
     plain = _without_copies(
         dataclasses.replace(spec, policy=dataclasses.replace(spec.policy, offload=Offload.NONE)), costs
     )
-    # B of part 0 is the last of a stage's parts: the whole B takes its place.
+    # The B of part 0 is the last of a backward. The whole B takes its place.
     lanes = (plain.lane(rank, Lane.COMPUTE) for rank in range(plain.num_ranks))
     own = [[op._replace(part=None) for op in lane if op.kind is not RECOMPUTE and not op.part] for lane in lanes]
     beside = costs.beside_copies()
     placings = [Placing(draft_of(spec, own), beside)]
-    if is_split(plain):  # right behind its I, W frees its set as soon as it may
+    if is_split(plain):  # a W right behind its I frees the set as early as possible
         placings.append(Placing(closed_up(draft_of(spec, own)), beside))
     most = max(1, _MOST_TRIED // (spec.num_stages * spec.num_microbatches))
     rules = list(itertools.islice(rules_of_copies(), most))
@@ -152,7 +152,7 @@ def with_copies(spec: ScheduleSpec, costs: Costs, most_placed: int = MOST_PLACED
     if spec.family == AUTO and not spec.policy.in_parts:
         seconds = simulate(_fastest(found, costs), costs).step_seconds
         for order in by_rule(problem_of(spec, beside), seconds, most_placed):
-            with contextlib.suppress(ValueError):  # ops of length 0 at one moment may swap places
+            with contextlib.suppress(ValueError):  # some orders are invalid: ops of length 0 may be swapped
                 schedule = held_to(spec, lanes_of_ranks(spec, order))
                 check(schedule)
                 found.append(schedule)
@@ -163,7 +163,7 @@ def held_to(spec: ScheduleSpec, order: ComputeLanes) -> Schedule:
     """The schedule in which each R starts no earlier than where `order` has it.
 
     Raises:
-        ValueError: an op that its rank may not run.
+        ValueError: `order` has an op that its rank may not run.
     """
     return hold_back(_as_ordered(spec, _checked(order, spec.name, spec.shape)), order)
 
@@ -211,7 +211,7 @@ def _ordered(spec: ScheduleSpec) -> ComputeLanes:
 
 
 def _checked(lanes: ComputeLanes, name: str, shape: Shape) -> ComputeLanes:
-    """The lanes of a generator or an order. Refuses ops whose stage or microbatch does not exist, because passes rely on them."""
+    """The lanes of a generator or an order. Refuses ops of a missing stage or microbatch: passes do not check this."""
     if not isinstance(lanes, list | tuple) or not all(isinstance(lane, list | tuple) for lane in lanes):
         raise ValueError(
             f"generator {name}: gave a {type(lanes).__name__}; allowed is a list with a list of ops for each rank"
@@ -229,7 +229,7 @@ def _checked(lanes: ComputeLanes, name: str, shape: Shape) -> ComputeLanes:
 
 
 def draft_of(spec: ScheduleSpec, compute: ComputeLanes) -> Schedule:
-    """A schedule with only its compute lanes. Stages before `first_backward`, in which nothing needs a gradient, get no R and no backward."""
+    """A schedule with only its compute lanes. R, copies and backwards of stages before `first_backward` are left out."""
     draft = Schedule(
         family=spec.name,
         num_microbatches=spec.num_microbatches,
@@ -251,9 +251,9 @@ def _needed(ops: Sequence[Op], first_backward: int) -> tuple[Op, ...]:
 
 
 def lower(draft: Schedule, chosen: Sets, costs: Costs, orders: OrdersOfW | None = None) -> Schedule:
-    """The passes, in order; `chosen` are the sets to keep besides those of a B right after F.
+    """The passes, in order. `chosen` are the sets to keep besides those whose B comes right after their F.
 
-    In a draft with I and W, each W is right behind its I. `orders` then makes the orders of W to choose from.
+    `orders`, if given, makes orders of W to choose from. The draft then has each W right behind its I.
     """
     recomputed = add_recompute(draft, chosen)
     made = orders(recomputed, costs) if orders else iter((recomputed,))
@@ -272,14 +272,14 @@ def _fastest(schedules: Sequence[Schedule], costs: Costs) -> Schedule:
 
 
 def with_waits(ordered: Schedule) -> Schedule:
-    """The last passes, on compute and recompute lanes that are in order."""
+    """The last passes. They do not change the order of the compute and recompute lanes."""
     return add_reduces(add_waits(add_messages(ordered), ordered.transport_ahead))
 
 
 def with_first_backward(schedule: Schedule, first_backward: int) -> Schedule:
     """`schedule` for a model in which nothing below stage `first_backward` needs a gradient.
 
-    What is left keeps its order and its sets; messages and waits are made again, from the lanes and `transport_ahead`.
+    The ops that are left keep their order and their sets. Messages and waits are made again.
 
     Raises:
         ValueError: `schedule` has no B for a stage that needs one now.

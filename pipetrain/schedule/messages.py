@@ -3,8 +3,8 @@
     rank 0  compute  0F0 0F1 ...            rank 1  recv     1RECV_F0 1RECV_F1 ...
             send     0SEND_F0 0SEND_F1 ...          compute  1F0 1F1 ...
 
-Sends stand in the order of the ops that produce, receives in the order of those that consume. Stages on one rank hand over tensors without
-a message.
+Sends are in the order of the ops that write the tensors, receives in the order of the ops that read them. Between stages on one
+rank there are no messages.
 """
 
 from __future__ import annotations

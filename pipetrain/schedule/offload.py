@@ -1,26 +1,26 @@
-"""Which sets stay on the device, go to host memory or are recomputed: one choice per microbatch, along the time of the pipeline.
+"""Decides for each set whether it stays on the device, goes to host memory or is recomputed, along a simulated step.
 
-    rank 0 F0-F1-.........B0====R1~B1====F2-.........B2====     one place, copies twice as long as F
-           ...0vvvvv.......................................     set 0 is offloaded, and
-           .........0^^^^^.................................     back when its B is due; 1 is recomputed, 2 kept
+    rank 0 F0-F1-.........B0====R1~B1====F2-.........B2====     one activation slot; a copy takes twice as long as F
+           ...0vvvvv.......................................     OFFLOAD of set 0
+           .........0^^^^^.................................     RELOAD of set 0. Set 1 is recomputed, set 2 is kept
 
-A set holds a place from F to the end of B (kept), from R to B (recomputed), or from F to the end of OFFLOAD and from the start of RELOAD to
-B (offloaded). Nothing but a place holds RELOAD back, and it ends before its B. Copies have a lane each way; they do not occupy the rank.
+A kept set holds a slot from F to the end of B, a recomputed set from R on. An offloaded set holds one from F to the end of
+OFFLOAD, and again from the start of RELOAD. RELOAD waits only for OFFLOAD and a free slot. Copies run beside compute ops. A set
+is *missing* before its B if it is on the host, on the way there, or dropped (R must bring it).
 
 The order of F and backwards is given. The rule goes through time, event by event, and decides as late as it can:
 
-    [1] F takes a place, unless none is free, or the next missing set needs that place before F's set could be offloaded.
-        Without a place its set is recomputed; with `offload=always` F waits for one.
-    [2] OFFLOAD, when its lane is free: of the sets that are there since F the one whose B is last, if others want its place before
-        then, and if there is time to bring it back. So the sets that stay are those whose B is near.
-    [3] RELOAD, when its lane is free: the next missing set in the order of B that is on the host, `early` copies before B is due.
-    [4] R of the next missing set that is not on the host, when the rank can run nothing else.
+    [1] F takes a free slot. It leaves the last one free if the next missing set needs it before F's set could be on the host.
+        If F takes no slot, its set is dropped; with `offload=always` F waits for a slot instead.
+    [2] OFFLOAD, when its lane is free: of the sets held since F, the one that is read last, if the ops before its B need more
+        slots than are free and it stays unused for `margin` copies. So the sets that stay are those whose B is near.
+    [3] RELOAD, when its lane is free: the next missing set on the host, in the order of B, `early` copies before it must start.
+    [4] R of the next dropped set, when the rank can run nothing else.
 
-When B is due is known from the step in which all sets are kept. [3] and [4] leave a place to the first missing set. If all places are
-taken by sets that are read after it, the last of them goes: to the host, or it counts as never kept, and is recomputed. So the rule ends.
-
-The ops of a rank, in the order in which they take and free places, are `Schedule.order`. The waits follow from it (`waits.py`), `check` proves
-from both that no timing takes more places (`alive.py`), and the CSV file holds it.
+B is due when it starts in the step in which all sets are kept. [3] and [4] leave the last slot to the first missing set. If
+sets that are read after it hold all slots, the one read last is offloaded or dropped. So the first missing set gets a slot.
+`Schedule.order` has the ops of a rank in the order in which they take and free slots. `waits.py` derives the waits from it,
+`check` proves that no timing takes more slots (`alive.py`), and the CSV file stores it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from pipetrain.schedule.waits import add_waits
 
 (_FORWARD,) = PASS_SEQUENCES[Direction.FORWARD][0]
 _SAME_MOMENT = 1 + 1e-12  # as in `simulate`
-_Pair = tuple[int, int]  # of a set of a stage: the number in the lane of the op that reads it first, and its microbatch
+_Pair = tuple[int, int]  # a set of a stage: the position in the lane of the op that reads it first, and its microbatch
 
 
 @dataclass(frozen=True)
 class CopyRule:
-    """The rule's parameters, in durations of a copy: how long a set must be unused to be offloaded, and how early RELOAD begins."""
+    """In durations of a copy, `margin`: how long a set must stay unused to be offloaded; `early`: the lead of RELOAD in [3]."""
 
     margin: float = 2.0
     early: float = 0.0
@@ -60,7 +60,7 @@ class CopyRule:
 
 @dataclass(frozen=True)
 class Placed:
-    """The ops of each rank in the order in which they take and free places; when the last of them ends; and when each begins."""
+    """`lanes` are the ops of each rank, as `Schedule.order` has them; `seconds` is the end of the last op."""
 
     lanes: ComputeLanes
     seconds: float
@@ -76,7 +76,7 @@ class _Where(enum.Enum):
     """Where a set is between its F and its backward."""
 
     HELD = "on the device since F"
-    BACK = "on the device again, or on its way"
+    BACK = "on the device again, or on its way"  # while its R or RELOAD runs; then READY
     READY = "on the device again"
     GOING = "on its way to the host"
     HOST = "on the host"
@@ -84,8 +84,8 @@ class _Where(enum.Enum):
 
 
 class _Stage:
-    """The sets of one stage: those that R has to bring, those at the host or on their way, those that are here since F, in the order in which
-    they are read; and how many more may be here, and on the host."""
+    """The sets of one stage, in the order of their B. `gone`: dropped. `away`: on the host or the way there. `held`:
+    on the device since F. `free` and `host` count the sets for which the device and the host still have room."""
 
     def __init__(self, places: int, host: int) -> None:
         self.free, self.host = places, host
@@ -96,7 +96,7 @@ class _Stage:
 
     @property
     def missing(self) -> list[_Pair]:
-        """The first missing set, if there is one."""
+        """A list with the first missing set; empty if no set is missing."""
         return min(self.gone[:1], self.away[:1]) if self.gone and self.away else self.gone[:1] or self.away[:1]
 
     def lose(self, pair: _Pair, where: _Where) -> None:
@@ -104,7 +104,7 @@ class _Stage:
         bisect.insort(self.gone if where is _Where.GONE else self.away, pair)
 
     def next_of(self, missing: list[_Pair]) -> _Pair | None:
-        """The first of `missing` that may take a place; None: the last free place is left to the first missing set of all."""
+        """The first of `missing` that may take a slot; None: there is none, or no slot but that of the first missing set."""
         pair = next((pair for pair in missing if self.where[pair[1]] is not _Where.GOING), None)
         return pair if pair is not None and self.free > (self.missing != [pair]) else None
 
@@ -115,7 +115,7 @@ class _Stage:
 
 
 class _Rank:
-    """What a rank does and has next. `late` is how far its last op was behind the step in which all sets are kept."""
+    """What a rank does now and next. `late`: how many seconds after its due time the last op of its lane started."""
 
     def __init__(self, lane: Sequence[Op]) -> None:
         self.lane = lane
@@ -127,10 +127,10 @@ class _Rank:
 
 
 class Placing:
-    """The facts of a draft, compute lanes of F, backwards and CALL; `place` runs a rule on them."""
+    """The facts of a draft, whose compute lanes have only F, backwards and CALL. `place` runs a rule on them."""
 
     def __init__(self, draft: Schedule, costs: Costs, ready: Mapping[Op, float] | None = None) -> None:
-        """`ready` says when each op may begin, if the draft is one stage of several, alone on its rank; None: when its tensor is there."""
+        """`ready`: when each op may begin, for a draft of one stage alone. None: when its tensor has arrived."""
         self.draft, self.costs, self.ready = draft, costs, ready or {}
         self.due = ready or _starts_if_kept(draft, costs)
         self.at_once = set() if ready else directly_followed(draft)
@@ -162,7 +162,7 @@ class Placing:
 
 
 class _Placement:
-    """One run of a rule: a heap of the moments at which a rank has something to look at, some of them with the op that ends."""
+    """One run of a rule: a heap of moments. At each, an op of a rank ends or a rank checks whether it can begin one."""
 
     def __init__(self, facts: Placing, rule: CopyRule) -> None:
         draft, policy = facts.draft, facts.draft.policy
@@ -188,7 +188,7 @@ class _Placement:
         self._numbers = itertools.count()
 
     def to_end(self) -> float:
-        """Runs all ops; returns when the last ends, or infinity if they stop, because a W stands too far behind its I for the places."""
+        """Runs all ops. Returns when the last ends; infinity if they stop, for example at a W too far behind its I."""
         moments, now = self._moments, 0.0
         for rank in range(len(self.ranks)):
             for time in (0.0, *self._arrived.values()):
@@ -248,10 +248,10 @@ class _Placement:
         self._arrived[reader] = now
         self._push(now, to, None)
 
-    # What a rank begins: each of these returns whether it began an op --------------------------------------------------
+    # What a rank begins: each of these returns whether it did something --------------------------------------------------
 
     def _compute(self, rank: int, now: float) -> bool:
-        """The next op of the compute lane [1], or an R in its place [4]."""
+        """The next op of the compute lane [1]; if it cannot run, an R [4]."""
         own, facts = self.ranks[rank], self._facts
         if own.is_busy or own.next == len(own.lane):
             return False
@@ -315,7 +315,7 @@ class _Placement:
             if (pair := stage.next_of(stage.away)) is None:
                 continue
             if self._always and stage.free == 1 and self._forwards_before(rank, s, pair):
-                continue  # they cannot do without a place
+                continue  # these F need the last slot
             if self._has_come(rank, self._needed_at(rank, s, pair) - self._rule.early * self._seconds[OFFLOAD][s], now):
                 found.append((pair, s))
         if not found:
@@ -325,7 +325,7 @@ class _Placement:
         return self._begin(rank, Op(s, RELOAD, pair[1]), now)
 
     def _offload(self, rank: int, now: float) -> bool:
-        """[2]; and if a set must go that cannot go to the host, it counts as never kept."""
+        """[2]; a set that must free its slot, but cannot be offloaded now, is dropped."""
         own, found = self.ranks[rank], []
         for s in self._own[rank]:
             stage, missing = self._stages[s], self._stages[s].missing
@@ -359,7 +359,7 @@ class _Placement:
         return self._begin(rank, Op(s, OFFLOAD, pair[1]), now)
 
     def _has_come(self, rank: int, moment: float, now: float) -> bool:
-        """Whether it is time; if not, the rank looks again then."""
+        """Whether `moment` has come. If not, the rank checks again at `moment`."""
         if moment > now * _SAME_MOMENT:
             self._push(moment, rank, None)
         return moment <= now * _SAME_MOMENT
@@ -368,25 +368,25 @@ class _Placement:
         return self._facts.number[self._facts.readers[set_]], set_[1]
 
     def _due(self, rank: int, stage: int, pair: _Pair) -> float:
-        """When a set is read, as far as is known."""
+        """When a set is expected to be read: when its B is due, plus the delay of the rank's last op."""
         return self._facts.due[self._facts.readers[stage, pair[1]]] + self.ranks[rank].late
 
     def _needed_at(self, rank: int, stage: int, pair: _Pair) -> float:
-        """When a missing set has to begin to come back."""
+        """The latest start of the R or RELOAD of a missing set."""
         brings = RECOMPUTE if self._stages[stage].where[pair[1]] is _Where.GONE else RELOAD
         return self._due(rank, stage, pair) - self._seconds[brings][stage]
 
     def _forwards_before(self, rank: int, stage: int, pair: _Pair) -> int:
-        """How many F of a stage are still to come before a set is read."""
+        """How many F of `stage` its rank has not run yet and runs before it reads the set of `pair`."""
         own = self._facts.forwards[stage]
         return bisect.bisect_left(own, pair[0]) - bisect.bisect_left(own, self.ranks[rank].next)
 
 
 def _with_parts(order: Sequence[Op], policy: RecomputePolicy) -> Iterator[Op]:
-    """`order`, in which copies, R and B are those of whole sets, with these ops part by part.
+    """`order`, with each copy, R and B of a whole set replaced by those of the parts.
 
-    The parts of an offloaded set are copied one after the other. Of a recomputed set, R of the last part runs where R stands, and R of any other
-    part just before its B. A B of a kept set stays whole.
+    The parts of an offloaded set are copied one after the other. R of the last part replaces R. R of any other part comes just
+    before the B of that part. The B of a kept set stays whole.
     """
     copied = {(op.stage, op.microbatch) for op in order if op.kind is OFFLOAD}
     again = {(op.stage, op.microbatch) for op in order if op.kind is RECOMPUTE}
@@ -411,5 +411,5 @@ def _starts_if_kept(draft: Schedule, costs: Costs) -> dict[Op, float]:
 
 
 def frees_place(op: Op) -> bool:
-    """Whether `op` frees a place when it ends; it stands there in `Schedule.order`, any other op where it starts."""
+    """Whether `op` frees a slot at its end. `Schedule.order` has such an op where it ends, and any other op where it starts."""
     return op.kind is OFFLOAD or op.kind in ENDS_SET

@@ -17,19 +17,19 @@ from pipetrain.schedule.kinds import MESSAGE_LANES, REDUCING, Kind, Lane
 
 __all__ = ["Kind", "Lane", "Op", "Queue", "queue_of"]  # Kind and Lane are re-exported
 
-Queue = Lane | tuple[int, Kind]  # names a queue: a lane, or of messages (stage, kind)
+Queue = Lane | tuple[int, Kind]  # the name of a queue: its lane, or of messages (stage, kind)
 
 _SPELLING = re.compile(
     r"(?P<stage>\d+)(?P<kind>[A-Z_]*[A-Z])(?P<microbatch>\d+)?(?:\.(?P<part>\d+))?(?:>(?P<peer>\d+))?"
 )
 
 
-class Op(NamedTuple):  # a tuple: made and hashed millions of times, which a class of Python does four times as slowly
+class Op(NamedTuple):  # a tuple, because ops are made and hashed very often; a plain class takes 4 times as long
     """`kind` done by `stage` for `microbatch` (None for REDUCE_GRAD, which belongs to no microbatch).
 
-    `part` is a segment of the stage, from 0 (R, B), or a bucket (REDUCE_GRAD); None: all of it. `peer` of a message is the other stage;
-    None: the neighbour. `peer` of a REDUCE_GRAD is the stage that has a copy of the same parameters; None: the other replicas have
-    the copies.
+    `part` is a segment of the stage, from 0 (R, B, copies), or a bucket (REDUCE_GRAD); None: all of it. `peer` of a message is
+    the stage at the other end; None: the neighbour. `peer` of a REDUCE_GRAD is the other stage that has the parameters: the sum
+    is over both stages of all replicas. None: the sum is over the replicas of `stage`.
     """
 
     stage: int
@@ -46,7 +46,7 @@ class Op(NamedTuple):  # a tuple: made and hashed millions of times, which a cla
 
     @property
     def is_replica_allreduce(self) -> bool:
-        """Whether it is a gradient all-reduce over the replicas, which has no other end in this schedule."""
+        """Whether it sums gradients over the replicas of its stage, so that its other ends are in their schedules."""
         return self.peer is None and self.kind in REDUCING
 
     @staticmethod
@@ -67,5 +67,5 @@ class Op(NamedTuple):  # a tuple: made and hashed millions of times, which a cla
 
 
 def queue_of(lane: Lane, op: Op) -> Queue:
-    """The queue of an op in this lane. Messages have a queue per stage and kind, hence per stage edge and direction; any other lane is one."""
+    """The queue of an op. Messages have a queue per stage and kind, so per edge and direction; any other lane is one queue."""
     return (op.stage, op.kind) if lane in MESSAGE_LANES else lane

@@ -2,7 +2,7 @@
 
     loop   0 1 2 0 1 2    a microbatch goes round the ranks (Narayanan et al. 2021, section 2.2)
     v      0 1 2 2 1 0    to the last rank and back, so that rank 0 holds the first stage and the last (Qi et al. 2023, ZB-V);
-                          more stages per rank repeat this
+                          with more than two stages per rank, this repeats
     list   [2, 0, 1]      whatever suits the machines
 
 Other code gets `stage_ranks`: stage s lives on rank `stage_ranks[s]`.

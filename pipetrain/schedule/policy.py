@@ -19,23 +19,23 @@ Sets = float | tuple[float, ...]  # a number of sets for all stages, or one for 
 
 
 class Mode(enum.StrEnum):
-    """When R runs. The numbers are identical in all four; time and memory are not."""
+    """When R runs. Losses and gradients are identical in all four modes; time and memory are not."""
 
-    NEVER = "never"  # nowhere: sets are kept
-    INLINE = "inline"  # when its gradient has arrived, just before its B
-    EARLY = "early"  # as its own op on the compute lane, before the wait for its gradient
-    OVERLAP = "overlap"  # as its own op on its own lane
+    NEVER = "never"  # R does not run: all sets are kept
+    INLINE = "inline"  # on the compute lane, just before its B, when the gradient for B has arrived
+    EARLY = "early"  # on the compute lane, maybe before the gradient for B has arrived
+    OVERLAP = "overlap"  # on a lane of its own
 
 
 class Keep(enum.StrEnum):
-    """Whether sets may stay from F to B in free slots. An order that says itself what is kept (`auto`, a file with R) does not read this."""
+    """Whether sets may stay from F to B in free slots. Ignored if the order says what is kept (`auto`, a file with R)."""
 
-    NONE = "none"  # but for those whose B comes right after their F
+    NONE = "none"  # none, but for those whose B comes right after their F
     AUTO = "auto"  # where that is faster and a slot is free
 
 
 class Offload(enum.StrEnum):
-    """Whether sets go to host memory between F and B: copied there, and back before their B, beside the ops that compute."""
+    """Whether sets are copied to host memory after F and back before B. Copies run beside the ops that compute."""
 
     NONE = "none"
     AUTO = "auto"  # each set is kept, recomputed or offloaded, whichever is faster
@@ -43,7 +43,7 @@ class Offload(enum.StrEnum):
 
 
 class LastStage(enum.StrEnum):
-    """What the last stage does, which has nothing to wait for between F and B."""
+    """Whether the last stage recomputes too. Its B can run right after its F, because its gradient is there."""
 
     AUTO = "auto"  # F0 B0 F1 B1 ...: no R, one set held
     ALWAYS = "always"  # R too, as in other libraries
@@ -70,7 +70,7 @@ class Outputs:
     @staticmethod
     def parse(text: object) -> Outputs:
         """Raises:
-        ValueError: it is no such entry.
+        ValueError: `text` is no entry of `recompute.selective`.
         """
         found = _OUTPUTS.fullmatch(str(text))
         first, last = (int(number) if number else None for number in found.group("first", "last")) if found else (0, 0)
@@ -98,10 +98,10 @@ FIRST, EVERY, OFF = "first", "every", "off"  # values of recompute.verify; a num
 class RecomputePolicy:
     """What is recomputed, and how much a stage may hold at once.
 
-    `sets` is the number of activation slots of a stage: one number, or a list with one per stage. A kept set takes a slot from its F to the
-    end of its backward, a recomputed one from its R. An R waits until a slot is free. `keep` says whether sets stay in free slots, if the
-    order does not say it. Its default is `none` with one slot per stage (so `inline` does what other libraries do), and `auto` with more.
-    `stash` is the most microbatches that a stage may hold between F and the end of their backward, kept ones included; None: any number.
+    `sets` is the number of sets for which a stage has slots: one number, or a list with one per stage. Without segments a set
+    takes one slot: a kept set from its F to the end of its backward, a recomputed one from its R. An R waits until a slot is
+    free. `keep` says whether sets stay in free slots, if the order does not say it. Default: `none` if no stage has slots for
+    more than one set, else `auto`. `stash` limits the microbatches between F and the end of their backward; None: any number.
 
     `selective`: outputs that stay from F to B, so that R does not compute them; entries as `Outputs.parse` reads them.
 
@@ -114,13 +114,13 @@ class RecomputePolicy:
     one slot. `parts` are the numbers of layers in the parts of each stage; `shares`, if known, the parts' fractions of its work
     (`of_layers`). With `mode=never` only replicas use parts: they sum the gradients of a part as soon as these are complete.
 
-    `offload`: whether sets may go to host memory, where a stage has at most `host_sets` of them at once (None: any number). An offloaded set
-    takes a slot from its F to the end of its OFFLOAD, and again from the start of its RELOAD; each part of a set has copies of its own, and
-    `sets` is then 1 or more. `host_bytes` is the most host memory of a rank
-    (None: a third of what is free when it starts, for all ranks of its machine together); a step that needs more ends with an error.
+    `offload`: whether sets may go to host memory, where a stage has at most `host_sets` of them at once (None: any number).
+    Such a set takes a slot from its F to the end of its OFFLOAD, and again from the start of its RELOAD. Each part of a set has
+    copies of its own. `sets` is then 1 or more. `host_bytes` limits the host memory of a rank. None: the ranks of a machine
+    share a third of what is free at the start. A step that needs more ends with an error.
 
     `verify`: on which microbatches R is compared with F: `first` (of each kind of step), `every`, `off`, or a number N (one
-    microbatch every N steps, in turn). It changes no op, so two policies that differ in it alone are equal.
+    microbatch every N steps, in turn). `verify` and `host_bytes` change no op: policies that differ in these alone are equal.
 
     Raises:
         ValueError: a value that its key may not have; the message names the key, the value and what is allowed.
@@ -223,7 +223,7 @@ class RecomputePolicy:
         proportion to it. Without `work` they share the time by their numbers of layers.
 
         Raises:
-            ValueError: a stage has fewer layers than segments are wanted, or `sets` is no multiple of a part.
+            ValueError: a stage has fewer layers than `segments`, or `sets` is no multiple of 1 / segments.
         """
         if not self.in_parts or [sum(parts) for parts in self.parts] == list(balance):
             return self

@@ -1,4 +1,4 @@
-"""The recompute pass: which sets are kept, which come back by an R, and where that R stands."""
+"""The recompute pass: which sets are kept, which are recomputed, and where each R is in its lane."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def add_recompute(schedule: Schedule, chosen: Sets = frozenset()) -> Schedule:
     With several replicas, the last B of a stage always runs in parts. Then only the gradients of one part are left to sum
     after it.
 
-    R follows the order of the ops that first read the sets (B, or I), also over several stages of a rank, so that the two
-    lanes cannot wait for each other in a cycle. If a schedule comes with R, with copies or with kept sets, from a file or a generator,
-    it decides itself what is recomputed. Copies go to lanes of their own; the lanes with which they came become its `order`.
+    R follows the order of the ops that first read the sets (B, or I), also over several stages of a rank, so that the two lanes
+    cannot wait for each other in a cycle. A file or a generator may give R, copies or kept sets. Then these decide, and not
+    `chosen`. Copies move to lanes of their own; the compute lanes that contained them become the schedule's `order`.
 
     Raises:
         ValueError: the schedule has R of sets that the mode or the schedule keeps, or copies although the policy has none.
@@ -71,14 +71,14 @@ def add_recompute(schedule: Schedule, chosen: Sets = frozenset()) -> Schedule:
 
 
 class AllKept(list[list[Op]]):
-    """Compute lanes that also say that all sets are kept, whatever the mode: what a generator, or a file, may give.
+    """Compute lanes of a generator or a file that also say that all sets are kept, whatever the mode.
 
-    The policy bounds them all the same: `sets` must allow as many at once.
+    The policy's limits still hold: `sets` must allow all sets that are alive at once.
     """
 
 
 def keep_all(schedule: Schedule) -> Schedule:
-    """`schedule`, F and backwards alone, with all its sets kept."""
+    """`schedule`, which has only F and backwards, with all its sets kept."""
     return dataclasses.replace(schedule, kept=frozenset(_places(schedule, _FIRST_READERS)))
 
 
@@ -92,7 +92,7 @@ def _places(schedule: Schedule, kinds: Set[Kind]) -> set[tuple[int, int]]:
 
 
 def _with_lanes(schedule: Schedule, lanes: dict[Lane, tuple[Op, ...]], kept: Sets) -> dict[Lane, tuple[Op, ...]]:
-    """The lanes of one rank with R where the mode wants it; R that stand there already stay in their order."""
+    """The lanes of one rank with R where the mode wants it. R that the schedule already has keep their order."""
     compute = lanes[Lane.COMPUTE]
     if schedule.order:
         lanes = {**lanes, **{lane: tuple(op for op in compute if op.kind.row.lane is lane) for lane in COPY_LANES}}
@@ -110,7 +110,7 @@ def _with_lanes(schedule: Schedule, lanes: dict[Lane, tuple[Op, ...]], kept: Set
 
 
 def _with_parts(schedule: Schedule, compute: Sequence[Op], wanted: Callable[[Op], bool]) -> Iterator[Op]:
-    """`compute` with a B per part in place of each B that is `wanted` and, with several replicas, of each stage's last B."""
+    """`compute`, in which a B per part replaces each `wanted` B and, with several replicas, the last B of each stage."""
     last = {op.stage: op for op in compute if op.kind in _FIRST_READERS}.values() if schedule.num_replicas > 1 else ()
     for op in compute:
         goes_in_parts = op.kind in _FIRST_READERS and op.part is None and (wanted(op) or op in last)
@@ -118,7 +118,7 @@ def _with_parts(schedule: Schedule, compute: Sequence[Op], wanted: Callable[[Op]
 
 
 def with_recompute(compute: Iterable[Op], wanted: Callable[[Op], bool]) -> Iterator[Op]:
-    """`compute` with an R before each B, or I, that is `wanted`."""
+    """`compute` with an R before each B, or I, for which `wanted` is true."""
     for op in compute:
         if op.kind in _FIRST_READERS and wanted(op):
             yield Op(op.stage, RECOMPUTE, op.microbatch, op.part)
@@ -143,11 +143,11 @@ def directly_followed(schedule: Schedule) -> set[tuple[int, int]]:
 
 
 def hold_back(schedule: Schedule, ordered: Sequence[Sequence[Op]]) -> Schedule:
-    """`schedule`, made of the lanes `ordered`, in which each R also waits for the op in front of it there.
+    """`schedule`, made from the lanes `ordered`. Each R now also waits for the last compute op before it in `ordered`.
 
         order of a rank           F0 F1 F2 R1 B0 F3 R2 B1 ...
         compute                   F0 F1 F2 B0 F3 B1 ...
-        recompute                 R1 R2 ...                     R2 waits for F3, also where a slot is free before
+        recompute                 R1 R2 ...                     R2 waits for F3, even if a slot is free before
 
     Without this wait an R starts as soon as a slot is free. If the message of the rank's next op then arrives before the R ends, that
     op starts late. With this wait, no op starts later than if the rank ran all of `ordered`, R too, one op after the other.
@@ -166,9 +166,9 @@ def hold_back(schedule: Schedule, ordered: Sequence[Sequence[Op]]) -> Schedule:
 
 
 def order_of(schedule: Schedule) -> ComputeLanes:
-    """The ops of each rank one after the other. An R on its own lane comes where its waits have ended, whatever the timing.
+    """The ops of each rank one after the other. An R of the recompute lane comes after the last compute op that it waits for.
 
-    So `hold_back` adds no wait that `schedule` does not already imply.
+    So `hold_back` with this order adds no wait that `schedule` does not already imply.
     """
     lanes: ComputeLanes = [list(ops) for ops in schedule.order]
     for rank in range(schedule.num_ranks if not lanes else 0):
@@ -184,7 +184,7 @@ def order_of(schedule: Schedule) -> ComputeLanes:
 
 
 def of_lanes(lanes: Sequence[Sequence[Op]]) -> ComputeLanes:
-    """`lanes` as lists; `AllKept` if without R and OFFLOAD."""
+    """`lanes` as lists; as `AllKept` if they have no R and no OFFLOAD."""
     own = list(map(list, lanes))
     return own if any(op.kind in (RECOMPUTE, OFFLOAD) for lane in own for op in lane) else AllKept(own)
 
@@ -193,7 +193,7 @@ def of_lanes(lanes: Sequence[Sequence[Op]]) -> ComputeLanes:
 
 
 def kept_patterns(draft: Schedule) -> Iterator[Sets]:
-    """Choices of sets to keep: one per pattern, as far as slots allow. The first keeps none; without a choice it is the only one.
+    """Choices of sets to keep: none; then, if the policy and the draft leave a choice, one per pattern, as far as slots allow.
 
     GPipe, 2 slots                   1F1B with 3 in flight, 2 slots, one of them left to R
     F0 F1 F2 F3 B0 B1 B2 B3          F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 ...
@@ -221,7 +221,7 @@ _MOST_FOR_RECOMPUTE = 1  # slots that a pattern leaves to R alone: with more, R 
 def fill_places(
     draft: Schedule, for_recompute: int, wanted: Container[int], *, from_the_end: bool = False
 ) -> frozenset[tuple[int, int]]:
-    """Keeps each wanted set for which its stage has a free activation slot. `from_the_end` takes microbatches in reverse, not in the order of F.
+    """Keeps each wanted set for which its stage has a free activation slot. `from_the_end`: the last one first.
 
     Each stage leaves `for_recompute` of its slots to R at any time; a slot holds a set or a part of one. With 0, kept sets may
     fill all slots, but each set that is not kept must still find a slot just before its first reader.
@@ -240,8 +240,8 @@ def fill_places(
 class _Places:
     """How many activation slots of one stage are taken while each of its ops runs, in the order of its compute lane.
 
-    A recomputed set needs at least one slot from its first reader to its last op; its parts use it one after the other. A kept set
-    needs a slot per part, from its F. An R can wait for a slot until just before the first reader, so a recomputed set counts only from there.
+    A recomputed set needs at least one slot from its first reader to its last op; its parts use it one after the other. A kept
+    set needs a slot per part, from its F. R can wait until just before the first reader, so its set counts only from there.
     """
 
     def __init__(self, draft: Schedule, stage: int, for_recompute: int) -> None:
@@ -267,7 +267,7 @@ class _Places:
     def keep(self, microbatch: int) -> bool:
         """Keep a set if that leaves enough slots for the others. Returns whether it is kept."""
         start, read, end = self._lives[microbatch]
-        before, then = self._per_set, self._per_set - 1  # slots beyond the latest R: before its reader, from it on
+        before, then = self._per_set, self._per_set - 1  # slots more than if recomputed: before its reader, then
         if max(self._needed[start:read], default=0) + before > self._size:
             return False
         if then and max(self._needed[read : end + 1], default=0) + then > self._size:
@@ -284,7 +284,7 @@ class _Places:
 
 
 def has_gaps_for_r(schedule: Schedule) -> bool:
-    """Whether this pass has anything to do: with one slot no R can come before the B in front of it has ended."""
+    """Whether `into_gaps` can move an R: with one slot, no R can start before the B in front of it ends."""
     places = (schedule.policy.places_of(stage) or 0 for stage in range(schedule.num_stages))
     return schedule.policy.mode is Mode.EARLY and max(places) > 1
 
@@ -295,7 +295,7 @@ def into_gaps(schedule: Schedule, costs: Costs) -> Schedule:
         one slot      F0 F1 F2 R0 .  .  B0 R1 B1 R2 B2
         two slots     F0 F1 F2 R0 R1 .  B0 B1 R2 B2
 
-    A simulated step with `recompute.mode=overlap` finds these positions. Messages and waits are those of `schedule`.
+    A simulated step with `recompute.mode=overlap` finds these positions. Messages and waits are not made again.
     """
     policy = dataclasses.replace(schedule.policy, mode=Mode.OVERLAP)
     beside = add_messages(add_recompute(dataclasses.replace(schedule, policy=policy)))

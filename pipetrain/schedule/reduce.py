@@ -16,11 +16,11 @@ If two stages share a parameter, each has a copy, and the two sum their gradient
 
     [1] a REDUCE_GRAD waits for the last op that may add to one of its gradients   3REDUCE_GRAD.0>0 <- 3B7   1REDUCE_GRAD.2 <- 1B3.2
     [2] the REDUCE_GRAD over the replicas come in the order in which they become ready, so a ready one never waits for one that is not
-    [3] the REDUCE_GRAD of two stages follow them, in one order on all ranks: first the pair whose lower stage is done first
+    [3] REDUCE_GRAD of two stages follow those of [2], in one order on all ranks: first the pair whose lower stage ends first
 
-Only the end of the step waits for a REDUCE_GRAD, so none can delay an op. All replicas have the same lanes, so by [2] they start the same
-ones in the same order. By [3] no two ranks of a replica wait for each other. If both stages live on one rank, they have one parameter and
-nothing to sum. A parameter that two stages share is only in their shared bucket. One REDUCE_GRAD then sums it over both stages of all replicas.
+Only the end of the step waits for a REDUCE_GRAD, so none can delay an op. All replicas have the same lanes, so by [2] they
+start the same ones in the same order. By [3] no two ranks of a replica wait for each other. Stages on one rank need no sum.
+A parameter that two stages share is only in their shared bucket, whose REDUCE_GRAD sums it over both stages of all replicas.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 Devices and `simulate` obey this rule, and `check` proves that the step ends under it:
 
-    An op starts when every op in its waits has ended and the op before it in its queue has ended. For a message, the message
-    before it in its queue only has to have started; the messages of one queue end in their order.
+    An op starts when every op in its waits has ended and the op before it in its queue has ended. For a transfer (a message or
+    a REDUCE_GRAD), the one before it only has to have started. The transfers of one queue end in their order.
 
-So only a wait or the order of a queue makes one op come after another. An op may wait only for ops that the executor of its rank
-knows, never for an op of another rank.
+So only a wait or the order of a queue makes one op come after another. An op waits only for ops of its own rank, because an
+executor does not know the others.
 """
 
 from __future__ import annotations
@@ -31,27 +31,26 @@ def in_parts(op: Op, num_parts: int) -> tuple[Op, ...]:
 class Schedule:
     """The ops of every rank and lane, their order and their waits.
 
-    `lanes[rank][lane]` are the ops of one logical queue in order. Ops of `COMPUTE` and of `RECOMPUTE` run in the order
-    of their lane. In `SEND` and `RECV` each (stage edge, direction) is a queue of its own: ops of one lane that use
-    different edges do not wait for each other. `REDUCE` is one queue of transfers.
+    `lanes[rank][lane]` are the ops of one lane in order. A lane is one queue, but `SEND` and `RECV` have a queue for each stage
+    edge and direction: ops of one lane that use different edges do not wait for each other. `REDUCE` is one queue of transfers.
 
-    `waits[op]` are the ops of the same rank that must have ended before `op` starts (for RECV: before it is posted), apart
-    from those before it in its queue. A RECV and its SEND end together, and so do the ends of a REDUCE_GRAD: both stages,
-    or all replicas. These pairs are not in `waits`.
+    `waits[op]` are the ops of the same rank that must have ended before `op` starts (for RECV: before it is posted), apart from
+    those before it in its queue. A RECV and its SEND end together. So do the REDUCE_GRAD that take part in one sum, on both
+    stages and in all replicas. These pairs are not in `waits`.
 
-    `kept` are the (stage, microbatch) whose set stays from F to the end of their backward; the others of a stage with a
-    backward have an R, or an OFFLOAD and a RELOAD. Stages below `first_backward` have no backward, no R and no gradient messages: nothing in them or
-    before them needs a gradient. For a schedule of forwards only, `first_backward` is `num_stages`.
+    `kept` are the pairs (stage, microbatch) whose set stays from F to the end of their backward. Each other pair with a
+    backward has an R, or an OFFLOAD and a RELOAD. Stages below `first_backward` have no backward, R and gradient messages:
+    nothing in them or before them needs a gradient. With forwards only, `first_backward` is `num_stages`.
 
-    `transport_ahead` is the number of tensors per link that may arrive before they are used.
+    `transport_ahead` is the number of tensors per link that may arrive ahead of use, besides stashed inputs.
 
     `tied` are the pairs of stages (lower, higher) that share parameters: one bucket of gradients each, numbered in this order.
 
     `num_replicas` pipelines run this schedule side by side, each with microbatches of its own. With several, the gradients of each stage
     are summed over them. Ranks are those of one replica.
 
-    `order[rank]` are the ops of COMPUTE, RECOMPUTE and the copies of a rank, in the order in which they take and free activation slots, if sets
-    are offloaded: an op that frees one (B, W, OFFLOAD) stands where it ends, any other where it starts. Else it is empty.
+    `order[rank]` is empty if no set is offloaded. Else it has the ops of COMPUTE, RECOMPUTE and the copies of a rank, in the
+    order in which they take and free slots: an op that frees one (B, W, OFFLOAD) where it ends, any other where it starts.
 
     `launch_order[rank]` are all ops of a rank in the order in which its host launches them on a device (`launches.py`). It is
     empty where the host itself waits for messages: there an op starts as soon as it may.
@@ -101,7 +100,7 @@ class Schedule:
         return replace(self, lanes=tuple({**of_rank, Lane.COMPUTE: tuple(ops)} for of_rank, ops in pairs))
 
     def comes_after(self, op: Op) -> tuple[Op, ...]:
-        """What must have ended before `op` starts: its waits, and the op before it in its queue (a transfer only has to have started)."""
+        """What must have ended before `op` starts: its waits, and the op before it in its queue (of transfers, its start)."""
         before = self._before.get(op)
         return self.waits.get(op, ()) if before is None else (*self.waits.get(op, ()), before)
 

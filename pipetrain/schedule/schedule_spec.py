@@ -21,12 +21,12 @@ MOST_COMPARED = 2**14
 class ScheduleSpec:
     """What `make` makes a schedule from.
 
-    `family` is a family's name, a path that ends in .csv, or a generator. Stage s lives on rank `stage_ranks[s]`. `warmup` is for `1f1b`:
-    forwards in flight, a number or one per stage. `costs` help to choose which sets to keep, where the policy keeps some (default: F 1, B 2, R 1,
-    no hop). `first_backward` is the first stage in which something needs a gradient, `num_stages` for forwards only. `transport_ahead` tensors of
-    a link are received ahead of use. `split_backward` makes I and W of each B. `order` is one that was found for the family `auto` (`order_of`);
-    None: `list_order` makes one by list scheduling. `tied` are the pairs of stages (lower, higher) that share parameters, as `Plan.tied_stages`
-    gives them. `num_replicas` run it side by side and add up their gradients.
+    `family` is a family's name, a path that ends in .csv, or a generator. Stage s lives on rank `stage_ranks[s]`. `warmup` is
+    for `1f1b`: forwards in flight, a number or one per stage. `costs` (default: F 1, B 2, R 1, no hop) decide which kept sets,
+    copies, positions of R and W, and order of `auto` are fastest. `first_backward` is the first stage in which something needs
+    a gradient, `num_stages` for forwards only. `transport_ahead` tensors of a link are received ahead of use. `split_backward`
+    makes I and W of each B. `order` is one that was found for the family `auto` (`order_of`); None: list scheduling makes one.
+    `tied`: pairs of stages (lower, higher) that share parameters (`Plan.tied_stages`). `num_replicas` pipelines sum gradients.
 
     Raises:
         ValueError: numbers that do not fit each other; the message names the config key.

@@ -1,12 +1,12 @@
-"""Runs a schedule on costs instead of devices, and gives the timeline a measured run would give.
+"""Runs a schedule on costs instead of devices, and returns a timeline like that of a measured run.
 
-The model, which is also what the runtime does:
+The model (the runtime does the same, but on a GPU an R of the recompute lane may overlap with other ops):
 
 - A rank runs one op that computes at a time, to its end. When it is free it takes the head of its compute lane if all that
-  this op waits for has ended, otherwise the head of its recompute lane if that one may run. `halves.py` simulates drafts with W
-  in the reduce lane, from which a rank takes an op only if no other lane has one. So the result shows where a W would fill a wait.
-- Copies to host memory and copies back are two more queues of a rank. Each runs one copy at a time, beside what the rank computes. In a
-  schedule with copies all messages take `Costs.copy_contention` times as long.
+  this op waits for has ended, otherwise the head of its recompute lane if that one may run. `halves.py` puts the W of its
+  drafts into the reduce lane. A rank runs these only when it can run nothing else, so the result shows where they fill waits.
+- Copies to host memory and copies back are two more queues of a rank. Each runs one copy at a time, beside ops that compute.
+  In a schedule with copies all messages take `Costs.copy_contention` times as long.
 - A tensor travels when its send may start, its receive is posted and the tensor before it on the same link has
   arrived; send and receive end together. So do the two ends of a REDUCE_GRAD. None of them occupies the rank.
 - One replica is simulated; the others are assumed to keep pace with it. So a REDUCE_GRAD over the replicas starts as soon as it may start
@@ -28,7 +28,7 @@ from pipetrain.schedule.schedule import Schedule
 
 _ShareOf = Callable[[int, int | None], float]  # of a part of a stage
 
-_LANES = (Lane.COMPUTE, Lane.RECOMPUTE, Lane.REDUCE)  # in the order of their turns on the device
+_LANES = (Lane.COMPUTE, Lane.RECOMPUTE, Lane.REDUCE)  # in the order in which a free rank tries them
 
 # Ops that end this close together (relative to the clock) end at one moment. Else rounding in the last digit of an arrival would
 # let an R slip in before the B that is ready at the same time.
@@ -55,7 +55,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 class _Run:
     """The state of one simulation: a heap of the times at which running ops end, and per unit the next op of each of its lanes.
 
-    A unit runs one op at a time. Unit r is the device of rank r, with `_LANES`; the units behind are the queues of copies.
+    A unit runs one op at a time. Unit r is the device of rank r, which runs `_LANES`. Each lane of copies is a further unit.
     """
 
     def __init__(self, graph: OpGraph, costs: Costs, share_of: _ShareOf) -> None:

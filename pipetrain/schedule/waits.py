@@ -7,19 +7,19 @@
     [5] a send waits for what it sends                     1SEND_F0 <- 1F0
     [6] a receive waits until an earlier tensor is used    2RECV_F2 <- 2F0      (two tensors ahead)
         the first inputs, as many as the stage stashes at once, come without this wait
-    [7] gradients wait for the last F but one              1RECV_B0 <- 1F6      (of 8 F, all before B0)
-    [8] a copy to the host waits for the set, the copy     1OFFLOAD2 <- 1F2     1RELOAD2 <- 1OFFLOAD2     1B2 <- 1RELOAD2
-        back for that copy, and B for the copy back
-    [9] with copies, what takes a place waits for the      1F3 <- 1OFFLOAD1     1RELOAD1 <- 1B0
-        ops that free it; and OFFLOAD for room on the host
+    [7] a gradient that is used after the last F           1RECV_B0 <- 1F6      (of 8 F, all before B0)
+        waits for the last F but one
+    [8] OFFLOAD waits for F, RELOAD for OFFLOAD,           1OFFLOAD2 <- 1F2     1RELOAD2 <- 1OFFLOAD2     1B2 <- 1RELOAD2
+        and B for RELOAD
+    [9] with copies, an op that takes a slot waits for     1F3 <- 1OFFLOAD1     1RELOAD1 <- 1B0
+        the ops that free it, OFFLOAD for room on the host
 
-With a split backward I stands for B in [1], [2], [4] and [6], and W in [3]: a set is free when its W has ended.
+With a split backward, [3] and [9] wait for W in place of B, because W frees the slot. Elsewhere I takes the place of B.
 
-[9] goes by `Schedule.order`: with K places, number n of the ops that take one waits for the first n - K of those that free one. So when n
-have begun, n - K have ended, and at most K sets are there, whatever the timing.
+[9] follows `Schedule.order`: with K slots on a stage, its nth op that takes a slot waits for the first n - K ops that free one.
+So at most K sets hold slots, whatever the timing.
 
-Ops of the same lane need no waits: their order is the lane's. Still, [1] is stated between neighbouring stages on
-one rank, because there an op reads what an earlier op of the lane wrote.
+Ops of one queue need no waits. But if two neighbouring stages are on one rank, [1] names the op that writes the tensor.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ Wait = tuple[Op, Op]  # (op, what it waits for)
 
 
 def add_waits(schedule: Schedule, transport_ahead: int = 2) -> Schedule:
-    """`schedule` with its waits; at most `transport_ahead` tensors of a link are received and not yet used.
+    """`schedule` with its waits. At most `transport_ahead` tensors of a link, or all inputs to stash, arrive ahead of use.
 
     A stage has memory for all inputs that it stashes at once (all in GPipe, the warm-up in 1F1B), so these may all come early.
-    Unsent, they would take as much memory on the sender. 0 posts a receive just in time: when the op before its consumer
-    has ended.
+    Otherwise they would take as much memory on the sender. With `transport_ahead=0` a receive is posted when the op before its
+    consumer has ended.
     """
     waits: defaultdict[Op, list[Op]] = defaultdict(list)
     stash = peak_stash(schedule)
@@ -89,10 +89,10 @@ def _recompute_waits(schedule: Schedule, rank: int, compute: tuple[Op, ...]) -> 
 
 
 def _waits_with_copies(schedule: Schedule, rank: int) -> Iterator[Wait]:
-    """The waits [2] [3] [8] [9]; an R in the compute lane has that lane's order."""
+    """The waits [2], [3], [8] and [9]. An R in the compute lane needs no [2] and [3], because the lane orders it."""
     overlaps = schedule.policy.mode is Mode.OVERLAP
     taken, copies = defaultdict[int, int](int), defaultdict[tuple[int, int | None, Kind], list[Op]](list)
-    # By stage and whether a copy: the ops that free slots, with the number of slots that were freed before.
+    # By (stage, whether the op is an OFFLOAD): the ops that free slots, each with the number of slots freed before it.
     freed = defaultdict[tuple[int, bool], list[tuple[int, Op]]](list)
     ends = defaultdict[int, int](int)
     for op in schedule.order[rank]:
@@ -125,10 +125,10 @@ def read_by(schedule: Schedule, recompute: Op) -> tuple[Op, ...]:
 
 
 class _Pool:
-    """The activation slots of one stage, over its compute lane. A slot gets free only when the last op of a set, or of a part, ends.
+    """The activation slots of one stage along its compute lane. The last op of a set, or of a part, frees its slot.
 
-    While such an op runs, each kept set takes its slots if its F has started and the set has not ended. A recomputed set that has
-    not ended may take one too, if its R comes before the R in question in the recompute lane.
+    A kept set holds its slots from the start of its F to the end of its last op. For a given R, a recomputed set may
+    hold one until its last op ends, if its own R is earlier in the recompute lane.
     """
 
     def __init__(self, schedule: Schedule, stage: int, compute: tuple[Op, ...]) -> None:
@@ -138,7 +138,7 @@ class _Pool:
         self._place = {op: number for number, op in enumerate(compute) if op.stage == stage}
         self._recomputed_ends: list[int] = []  # ends of the sets that `last_full_before` was asked for, ascending
         self._ends: list[int] = []
-        self._kept: list[int] = []  # the slots of kept sets that are alive at each of the ends
+        self._kept: list[int] = []  # for each of `_ends`: the slots that kept sets hold then
         kept, per_set = 0, schedule.policy.num_parts(stage)
         for op, number in self._place.items():
             is_kept = (stage, op.microbatch) in schedule.kept
@@ -149,7 +149,7 @@ class _Pool:
                 kept -= places_freed(schedule, op) * is_kept
 
     def last_full_before(self, recompute: Op) -> Op | None:
-        """The op that `recompute` waits for: the last during which no slot is free, before its set is read. None: one is always free."""
+        """The op that `recompute` waits for: the last before its set is read during which no slot is free. None: no wait."""
         way = read_by(self._schedule, recompute)
         read, end = (self._place.get(op, len(self._compute)) for op in (way[0], way[-1]))
         found = None
@@ -164,10 +164,10 @@ class _Pool:
 
 
 def _receive_waits(schedule: Schedule, compute: tuple[Op, ...], ahead: int, stash: tuple[int, ...]) -> Iterator[Wait]:
-    used: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)  # places of consumers, per queue of receives
+    used: defaultdict[tuple[int, Kind], list[int]] = defaultdict(list)  # positions of consumers, per queue of receives
     receives = [receive_of(schedule, op) for op in compute]
-    # A rank receives over one network interface. A gradient that no B can use before all F have ended (in GPipe all, else the last ones)
-    # would delay the activations of the last F. So it is received when at most one of these is left to come.
+    # A rank receives over one network interface. Gradients that are used after all F (in GPipe all, elsewhere the last ones)
+    # would delay the activations of the last F. So such a gradient is received when at most one activation is left to come.
     fed = [place for place, receive in enumerate(receives) if receive is not None and _goes(receive, Direction.FORWARD)]
     for place, receive in enumerate(receives):
         if receive is None:
@@ -192,7 +192,7 @@ def _goes(op: Op, direction: Direction) -> bool:
 
 
 def _first_use(schedule: Schedule, compute: tuple[Op, ...], place: int) -> int:
-    """The position of the first op that needs the tensor received for the op at `place`: its inline R, if it has one."""
+    """The position of the first op that needs the tensor received for the op at `place`: its inline R, or that op itself."""
     reader = compute[place]
     if schedule.policy.mode is Mode.INLINE and _goes(reader, Direction.BACKWARD):
         recompute = Op(reader.stage, RECOMPUTE, reader.microbatch, reader.part)

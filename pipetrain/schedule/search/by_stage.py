@@ -4,15 +4,15 @@
     stage 2    its F end before those of stage 3 begin, its B begin after those of stage 3 have ended; F late, B early
     stage 1    the same with stage 2 ...    until stage 0 has its order, or some stage has none
 
-A stage gives the one before it a deadline for each F and a moment for each gradient; late F and early B give it the most
-time. If a stage has no order, or none is found, a longer step or another start of the last stage is tried. Each stage alone is small:
+A stage sets the one before it a deadline for each F and an arrival for each gradient. Late F and early B leave it the most
+time. If a stage gets no order, other starts of the last stage are tried, or a longer step. One stage is a small problem:
 
-    by_rule      the rule of `offload.py` places its sets. Its F and B come in the order of these moments, F some time before its deadline, so
-                 that there is room for R; of the tries that keep all deadlines the best counts
-    by_solver    constraint programming (CP-SAT of ortools) starts from there: the starts of all ops, and for each set whether it is kept,
-                 recomputed or offloaded. A joint model of all stages, with five ops per set and stage, finds nothing in minutes
+    by_rule      the rule of `offload.py` places the sets. F and B come in the order of deadlines and arrivals, and each F so
+                 early that R has time. Of the tries that keep all deadlines, the one with the least time in flight counts
+    by_solver    constraint programming (CP-SAT of ortools) starts from that order. Variables: the starts of all ops and, for
+                 each set, whether it is recomputed or offloaded. A model of all stages together finds nothing in minutes
 
-Times are whole numbers, as in `polish.py`; what counts in the end is the simulated step.
+Times are whole numbers, as in `polish.py`. Callers compare the orders by their simulated steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pipetrain.schedule.search.polish import in_units, solved, unit_of
 (_FORWARD,) = PASS_SEQUENCES[Direction.FORWARD][0]
 # Shares of the effort, one per attempt at a step: many short ones find more than a few long ones.
 _SHARES = (0.01, 0.01, 0.02, 0.02, 0.04, 0.04, 0.08, 0.08, 0.16, 1.0)
-_FINEST = 1 / 500  # of a step: steps this close are not told apart
+_FINEST = 1 / 500  # of a step: the search ends when it could not shorten a step by more
 _AHEAD = (
     0.0,
     0.5,
@@ -57,7 +57,7 @@ _AHEAD = (
     1e6,
 )  # durations of R from F's end to its deadline
 _TRIES = list(itertools.product(_AHEAD, map(CopyRule, (2.0, 2.0, 2.5, 3.0, 3.0, 2.5), (0.0, 0.5, 0.25, 0.0, 0.5, 1.0))))
-random.Random(0).shuffle(_TRIES)  # so that the first of them are of all sorts
+random.Random(0).shuffle(_TRIES)  # so that the first few differ in all three parameters
 MOST_PLACED = 2**16  # microbatches that `by_rule` places: a second or two
 _ATTEMPTS = 8  # attempts that `by_rule` makes at most
 _MOST_HINTED = 2**13  # microbatches that the rule places for one stage before the solver begins
@@ -67,13 +67,13 @@ _VARIANTS = 3  # of the last stage
 
 Bounds = tuple[list[int], list[int]]  # when each F must have ended, and when each gradient is there
 Starts = Mapping[Op, float]  # of the ops of a stage
-Lanes = tuple[tuple[Op, ...], ...]  # of each stage the ops in the order in which they take and free places
+Lanes = tuple[tuple[Op, ...], ...]  # of each stage the ops in the order in which they take and free slots
 _NO_BOUNDS: Bounds = [], []
 
 
 def by_rule(problem: OrderProblem, seconds: float, most_placed: int = MOST_PLACED) -> Iterator[ListedOrder]:
-    """Better and better orders than one whose step takes `seconds`, as they are found; the same ones on any machine. `most_placed` microbatches
-    are placed in all."""
+    """Orders whose steps are shorter than `seconds`, each shorter than the one before; the same orders on any machine. The rule
+    places about `most_placed` microbatches in all."""
     unit = unit_of(problem.costs, seconds)
     whole, attempts = replace(problem, costs=in_units(problem.costs, unit)), itertools.count()
     most = max(1, most_placed // (_ATTEMPTS * _VARIANTS * problem.num_stages * problem.num_microbatches))
@@ -91,10 +91,10 @@ def by_rule(problem: OrderProblem, seconds: float, most_placed: int = MOST_PLACE
 def by_solver(
     problem: OrderProblem, seconds: float, effort: Effort, step_of: Callable[[ListedOrder], float]
 ) -> Iterator[ListedOrder]:
-    """As `by_rule`, by constraint programming; the same ones on any machine if the effort is in steps.
+    """As `by_rule`, by constraint programming. The orders are the same on any machine if the effort is in steps.
 
-    The first half of the effort counts time in quarters of an F, so short hops are 0. With finer units the solver finds less. `step_of`
-    simulates an order on the real times.
+    In the first half of the effort, the unit of time is a quarter of the shortest F, so short hops take 0. With finer units the
+    solver finds less. `step_of` simulates an order on the real times.
     """
     fine, coarse = unit_of(problem.costs, seconds), min(filter(None, problem.costs.forward), default=0.0) / _COARSE
     units = (coarse, fine) if fine * _COARSE < coarse else (fine,)
@@ -117,7 +117,7 @@ def _shorter(
     attempt: Callable[[int], Lanes | None],
     is_over: Callable[[], bool],
 ) -> Iterator[ListedOrder]:
-    """Orders by bisection of the step: first the lower bound, then halfway between what failed and the best so far."""
+    """Bisects the step: first tries the lower bound, then halfway between the last step that failed and the best so far."""
     least, best = math.ceil(problem.least_seconds() / unit - 1e-6), math.ceil(seconds / unit - 1e-6)
     hopeless = least - 1
     while best - hopeless > max(1, best * _FINEST) and not is_over():
@@ -133,7 +133,7 @@ def _shorter(
 def _in_turn(
     problem: OrderProblem, step: int, variant: int, solve: Callable[[_Window, Bounds], Starts | None]
 ) -> Lanes | None:
-    """The ops of each stage, made to the bounds that the next stage sets; None: `solve` finds no order for a stage."""
+    """The ops of each stage, within the bounds that the next stage sets. None: `solve` finds no order for a stage."""
     lanes, bounds = [], _NO_BOUNDS
     for stage in reversed(range(problem.num_stages)):
         window = _Window(problem, stage, step)
@@ -159,7 +159,7 @@ class _Window:
         self.seconds = {kind: round(costs.of(kind)[stage]) for kind in (*self.kinds, RECOMPUTE, OFFLOAD)}
         self.turn = problem.way_back[0]
         turns, before = costs.of(self.turn), range(stage)
-        # The first F comes after all F and hops before it; the others follow no faster than the slowest of these.
+        # The first F comes after the F and hops of earlier stages. The others follow at most as fast as the slowest of these.
         self.head = round(sum(costs.forward[:stage]) + sum(costs.hop_forward[:stage]))
         self.pace = round(max((*costs.forward[:stage], *costs.hop_forward[:stage]), default=0))
         late = sum(costs.of(kind)[first] for kind in problem.way_back[1:])
@@ -179,19 +179,19 @@ class _Window:
         return [Op(self.stage, kind, i) for i in self.microbatches if kind in self.kinds]
 
     def span(self, op: Op, bounds: Bounds) -> tuple[int, int]:
-        """From when on an op may begin, and when it must have ended."""
+        """The least start and the largest end of an op."""
         number = op.microbatch or 0
         if op.kind is _FORWARD:
             return self.earliest(number), bounds[0][number]
         return bounds[1][number], self.latest(number) if op.kind is self.turn else self.step
 
     def may_fit(self, bounds: Bounds) -> bool:
-        """Whether each op alone has time."""
+        """Whether each op, without the others, has time between its bounds."""
         spans = ((self.span(op, bounds), kind) for kind in self.kinds for op in self.ops(kind))
         return all(least + self.seconds[kind] <= most for (least, most), kind in spans)
 
     def keeps(self, bounds: Bounds, starts: Starts) -> bool:
-        """Whether all ops have a start and end in time."""
+        """Whether every op has a start and ends in time."""
         ops = [op for kind in self.kinds for op in self.ops(kind)]
         return all(op in starts and self.ended(op, starts[op]) <= self.span(op, bounds)[1] + _ROUNDING for op in ops)
 
@@ -199,16 +199,16 @@ class _Window:
         return start + self.seconds[OFFLOAD if op.kind is RELOAD else op.kind]
 
     def in_order(self, starts: Starts) -> tuple[Op, ...]:
-        """The ops in the order in which they take and free places; of one moment those that free come first."""
+        """The ops in the order in which they take and free slots. At the same moment, those that free a slot come first."""
         moments = {op: self.ended(op, start) if frees_place(op) else start for op, start in starts.items()}
         return tuple(sorted(starts, key=lambda op: (moments[op], not frees_place(op), op.microbatch)))
 
     def life(self, starts: Mapping[Op, Any]) -> Any:
-        """How long microbatches are in flight, all together, but for a constant."""
+        """The time in flight of all microbatches together, less a constant."""
         return sum(starts[op] for op in self.ops(self.turn)) - sum(starts[op] for op in self.ops(_FORWARD))
 
     def bounds(self, starts: Starts) -> Bounds:
-        """What the stage before has to keep to. A link carries one tensor at a time."""
+        """Deadlines of F and arrivals of gradients for the stage before. A link carries one tensor at a time."""
         costs = self.problem.costs
         hop, back = round(costs.hop_forward[self.stage - 1]), round(costs.hop_backward[self.stage - 1])
         deadlines, gradients = [self.step], [0]
@@ -220,7 +220,7 @@ class _Window:
 
 
 def _last_stage(window: _Window, variant: int) -> Starts:
-    """The last stage: each backward right after its F, at the pace of the slowest stage, as early or as late as may be; or evenly spread."""
+    """Starts with each backward right after its F. Variants: at the pace of the slowest stage, early or late; evenly spread."""
     problem, costs, last = window.problem, window.problem.costs, window.microbatches[-1]
     work = [sum(costs.of(kind)[s] for kind in (_FORWARD, *problem.way_back)) for s in range(problem.num_stages)]
     own = sum(window.seconds[kind] for kind in window.kinds)
@@ -241,7 +241,7 @@ def _last_stage(window: _Window, variant: int) -> Starts:
 
 
 def _place(window: _Window, bounds: Bounds, most: int) -> Starts | None:
-    """The starts of the ops of a stage as the rule places them, with the least time in flight of `most` tries; None: each misses a deadline."""
+    """The starts of a stage by the rule: of `most` tries, that with the least time in flight. None: all miss a deadline."""
     best: Starts | None = None
     for ahead, rule in _TRIES[:most]:
         starts = dict(_placing(window, bounds, ahead).place(rule).starts)
@@ -252,12 +252,12 @@ def _place(window: _Window, bounds: Bounds, most: int) -> Starts | None:
 
 
 def _placing(window: _Window, bounds: Bounds, ahead: float) -> Placing:
-    """The stage alone: F in the order of its deadlines, so much `ahead` of them, and backwards in the order of their gradients."""
+    """The stage alone: F in the order of deadlines, `ahead` durations of R before them; backwards in the order of gradients."""
     problem, stage = window.problem, window.stage
     ready: dict[Op, float] = {}
     for i, deadline, gradient in zip(window.microbatches, *bounds):
         begin = max(window.earliest(i), deadline - window.seconds[_FORWARD] - ahead * window.seconds[RECOMPUTE])
-        full = i - problem.stash_of(stage)  # the microbatch that has to go first
+        full = i - problem.stash_of(stage)  # the microbatch that must have ended before, by `stash`
         ready[Op(stage, _FORWARD, i)] = max(begin, bounds[1][full] + _ROUNDING) if full >= 0 else begin
         ready |= {Op(stage, kind, i): gradient for kind in window.kinds[1:]}
     lane = sorted(ready, key=lambda op: (ready[op], op.kind is not _FORWARD, op.microbatch))
@@ -275,7 +275,7 @@ def _placing(window: _Window, bounds: Bounds, ahead: float) -> Placing:
 
 
 def _put_off(window: _Window, bounds: Bounds, starts: dict[Op, float]) -> None:
-    """Each F as late as its deadline, the next op of the stage and what follows it for its own set allow."""
+    """Moves each F as late as its deadline, the next op of the stage, and the OFFLOAD or R of its set allow."""
     following = math.inf
     for op in sorted((op for op in starts if op.kind.computes), key=starts.__getitem__, reverse=True):
         if op.kind is _FORWARD:
@@ -298,8 +298,8 @@ class _Solver:
         self._all = effort.seconds if effort.steps is None else effort.steps
         self._spent, self._end = 0.0, 0.0
         self._attempts = itertools.count()
-        self._hints: dict[Any, Starts | None] = {}  # by stage, step and bounds
-        self._best: dict[Any, Starts | None] = {}  # likewise, where that is proven
+        self._hints: dict[Any, Starts | None] = {}  # the starts by the rule, by stage, step and bounds
+        self._best: dict[Any, Starts | None] = {}  # the best starts, once proven; None: there are none
 
     @property
     def is_over(self) -> bool:
@@ -335,8 +335,8 @@ class _Solver:
 
 
 class _Model:
-    """The ops of one stage before the last; `hint`: their starts as the rule has them. Of each microbatch `choices` has whether its set is
-    recomputed, and whether it is offloaded."""
+    """The model of one stage before the last. `hint`: the starts by the rule. `_choices` has two variables for each microbatch:
+    whether its set is recomputed, and whether it is offloaded."""
 
     def __init__(self, cp_model: Any, window: _Window, bounds: Bounds, hint: Starts | None) -> None:
         self.model = cp_model.CpModel()
@@ -359,7 +359,7 @@ class _Model:
                 self.model.AddHint(chosen, int(Op(window.stage, kind, i) in (hint or {})))
 
     def _interval(self, op: Op, least: int, most: int, *chosen: Any) -> Any:
-        """The interval of an op that begins at `least` or later and ends at `most` or earlier, if its set is `chosen` so."""
+        """The interval of an op. If the variables `chosen` are true, the op runs, and all of it between `least` and `most`."""
         seconds = self._window.ended(op, 0)
         start = self._start[op] = self.model.NewIntVar(least, max(least, most - seconds), str(op))
         make = self.model.NewOptionalIntervalVar if chosen else self.model.NewIntervalVar
@@ -373,7 +373,7 @@ class _Model:
             self.model.Add(self._start[second] >= self._ended(first)).OnlyEnforceIf(*chosen)
 
     def _add_sets(self) -> list[Any]:
-        """Add what becomes of each set and the places that it takes. Returns the intervals of R."""
+        """Adds the choice for each set, and the slots that the set takes. Returns the intervals of R."""
         window, model, stage, problem = self._window, self.model, self._window.stage, self._window.problem
         busy, down, up, lives, on_host = [], [], [], [], []
         must, may = problem.policy.offload is Offload.ALWAYS, problem.chooses(stage)
@@ -416,7 +416,7 @@ class _Model:
         return make(begin, length, self._ended(last), *chosen, f"until {last}")
 
     def _add_sums(self) -> None:
-        """Redundant rules that help the solver's proof: the stage's work, and the slot time of its sets, fit into its time."""
+        """Redundant constraints for the solver's proof: the stage's work, and its sets' time in slots, fit into the step."""
         window, seconds, places = self._window, self._window.seconds, self._window.problem.places_of(self._window.stage)
         back = sum(seconds[kind] for kind in window.kinds[1:])
         late, room = back - seconds[window.turn], window.step - window.head

@@ -1,6 +1,6 @@
 """The order of `pipeline.schedule=auto` by a rule: list scheduling, event by event.
 
-A stage that is free takes the first of these that it can:
+A free stage runs the first of these that it can (but `ListRule.first` lets some F run before [1]):
 
     [1] the next B that has its gradient and its set
     [2] the next R, in the order of B, that finds a slot, if its gradient is here, or no F may run, or the rule prefers it
@@ -61,7 +61,7 @@ class OrderProblem:
         return PASS_SEQUENCES[Direction.BACKWARD][-1 if self.split_backward else 0]
 
     def least_seconds(self) -> float:
-        """A lower bound, in seconds, on the step of every order, whatever sets it keeps."""
+        """A lower bound, in seconds, on the step of every order that `bound` covers, whatever sets it keeps."""
         policy = replace(self.policy, keep=Keep.AUTO)
         first, split = self.first_backward, self.split_backward
         return bound(self.costs, self.num_microbatches, policy=policy, first_backward=first, split_backward=split)
@@ -102,9 +102,9 @@ class Prefers(enum.Enum):
 class ListRule:
     """Parameters of the rule.
 
-    `limits` are the microbatches that each stage may have in flight. With `next_only`, R of the next B may run before its gradient is
-    here, but no other R may. `not_kept` are sets (stage, microbatch) that are not kept even if a slot is free. `first` are the F that go
-    before a B that could run: to give the later stages work may be worth the delay.
+    `limits` are the microbatches that each stage may have in flight. With `next_only`, R of the next B may run before its
+    gradient is here, but no other R may. `not_kept` are sets (stage, microbatch) that are not kept even if a slot is free.
+    `first` are the F that run before a B that could run: this delays the B, but gives the later stages work.
     """
 
     limits: tuple[int, ...]
@@ -140,7 +140,7 @@ def list_order(problem: OrderProblem) -> ListedOrder:
 def rules_of(problem: OrderProblem) -> Iterator[ListRule]:
     """The rules to try: limits that grow with the distance from the last stage, with each preference that makes a difference.
 
-    All of them, some hundred, where that takes a second or two; evenly spread ones where there are more ops.
+    All of them (some hundred) if that takes a second or two; for larger problems, evenly spread ones.
     """
     rules = list(_all_rules(problem))
     most = max(_FEWEST_RULES, _MOST_LISTED // (problem.num_stages * problem.num_microbatches))
@@ -171,7 +171,7 @@ def list_by(problem: OrderProblem, rule: ListRule) -> ListedOrder:
 
 
 class _Stage:
-    """The state of one stage: what it has done, holds and has received. Counts are of microbatches, which come in their order."""
+    """The state of one stage: what it has done, holds and has received. It runs microbatches in order, so counts are enough."""
 
     def __init__(self, problem: OrderProblem, stage: int, rule: ListRule) -> None:
         turn, *rest = problem.way_back
@@ -191,11 +191,11 @@ class _Stage:
         self.inputs = [math.inf] * microbatches  # when each arrives
         self.gradients = [math.inf] * microbatches
         self.forwards = self.turns = self.ends = 0  # F, B or I, B or W done so far
-        self._without_set = 0  # the first in flight that has not all of its set; all before have, or had, theirs
+        self._without_set = 0  # the first microbatch whose set is not complete; those before it have or had theirs
         self._has_set = [False] * microbatches
         self._brought = [0] * microbatches  # parts of its set that R has brought
         self._read = [0] * microbatches  # ... and that B has read
-        self._later: set[int] = set()  # the kept ones behind the first without a set
+        self._later: set[int] = set()  # the kept ones after the first without a set
         self._alive = 0  # slots that are taken
         self.lane: list[Op] = []
 
@@ -289,7 +289,7 @@ class _Stage:
 
 
 class _Listing:
-    """One run of the rule over all stages: a heap of moments at which a stage has something to look at."""
+    """One run of the rule over all stages: a heap of moments at which a stage may be able to start an op."""
 
     def __init__(self, problem: OrderProblem, rule: ListRule) -> None:
         self._problem = problem
@@ -303,7 +303,7 @@ class _Listing:
             now, stage = heapq.heappop(moments)
             own = stages[stage]
             if now < own.free_at:
-                continue  # it is looked at again when it is free
+                continue  # its end has a moment of its own
             what = own.take(now)
             if what is not None:
                 end = max(end, own.free_at)
@@ -344,7 +344,7 @@ _COLD = 0.03  # of that, at the end
 
 
 def climb(problem: OrderProblem, effort: Effort, least_seconds: float) -> ListedOrder:
-    """The best order of all rules that were tried; done when its step is `least_seconds`."""
+    """The best order of all rules that were tried. The search ends early if its step is `least_seconds`."""
     warmth = _WARMTH if problem.policy.in_parts else 0.0
     best, rule = min(((list_by(problem, rule), rule) for rule in rules_of(problem)), key=lambda pair: pair[0].seconds)
     chance = random.Random(_SEED)

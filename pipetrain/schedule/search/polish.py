@@ -3,7 +3,7 @@
 The variables are the start of each op and, for each set, whether it is kept. A stage runs one op at a time; each microbatch passes
 the stages in order; a kept set holds one of its stage's activation slots from F on, another set from R on. Redundant constraints help
 the solver: the work of a stage, and the time that its sets hold slots, must fit between the first microbatch's arrival at the stage
-and the last one's way back to stage 0 (proofs in `bound.py`). They are sums over the kept sets.
+and the last one's way back to stage 0 (proofs in `bound.py`). They are linear in the number of kept sets.
 
 Times are integers. Costs that are multiples of a unit stay exact; others are rounded down, by less than a 200,000th of the step,
 so a proof for the rounded costs holds for the real ones, too.
@@ -56,7 +56,7 @@ def polish(problem: OrderProblem, start: Schedule, effort: Effort) -> Polished:
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.interleave_search = (
-        True  # its strategies in turns on that worker: proofs, and better orders near the best
+        True  # the worker alternates between proving bounds and improving the best order
     )
     solver.parameters.random_seed = 0
     if effort.steps is None:
@@ -84,7 +84,7 @@ def solved(solver: Any, model: Any) -> int:
 
 
 def unit_of(costs: Costs, step_seconds: float) -> float:
-    """The unit of time: all times are whole multiples of it, or it is a small part of the step."""
+    """The unit of time: one of which all times are whole multiples, or if there is none, a small part of the step."""
     times = [seconds for kind in Kind if kind.row.cost for seconds in costs.of(kind)]
     for denominator in _DENOMINATORS:
         if all(math.isclose(time * denominator, round(time * denominator), rel_tol=1e-12) for time in times):
@@ -105,8 +105,8 @@ def in_units(costs: Costs, unit: float, *, nearest: bool = False) -> Costs:
 
 
 class _Model:
-    """The variables and rules of one problem, whose costs are whole numbers. `least` is the lower bound of `bound`; `hints` is when each op starts
-    in the schedule that the search starts from."""
+    """The variables and constraints of one problem, whose costs are whole numbers. `least` is the lower bound of `bound`.
+    `hints` are the starts of the ops in the schedule from which the search starts."""
 
     def __init__(self, cp_model: Any, problem: OrderProblem, hints: Mapping[Op, int]) -> None:
         self.model = cp_model.CpModel()
@@ -136,7 +136,7 @@ class _Model:
         for number, (op, var) in enumerate(self._start.items()):
             if op.kind is not RECOMPUTE or (op.stage, op.microbatch) not in kept:
                 start = solver.Value(var)
-                # Ops of length 0 come first at one time, in the order of a microbatch's path.
+                # Of ops that start together, those of length 0 come first, in the order of a microbatch's path.
                 lanes[op.stage].append((start, start + self._seconds(op), op.microbatch or 0, number, op))
         return ListedOrder(
             tuple(tuple(op for *_, op in sorted(lane)) for lane in lanes), solver.Value(self._end) * unit
@@ -159,7 +159,7 @@ class _Model:
         )
 
     def _add_stage(self, stage: int) -> None:
-        """All ops of a stage: one at a time, each kind in the order of microbatches."""
+        """Adds the ops of a stage: one runs at a time, and those of each kind in the order of microbatches."""
         problem, model = self._problem, self.model
         if problem.chooses(stage):
             self._kept |= {(stage, i): model.NewBoolVar(f"{stage}K{i}") for i in self._microbatches}
@@ -177,7 +177,7 @@ class _Model:
             self._add_lives(stage)
 
     def _add_lives(self, stage: int) -> None:
-        """F, R and the ops of the backward of each microbatch, and where its set is alive in between."""
+        """Orders F, R and the backward of each microbatch, and adds the time in which its set is alive."""
         problem, model, places = self._problem, self.model, self._problem.places_of(stage)
         turn, last = problem.way_back[0], problem.way_back[-1]
         lives = []
@@ -211,7 +211,7 @@ class _Model:
             model.AddCumulative(lives, [1] * len(lives), places)
 
     def _add_links(self, stage: int) -> None:
-        """Each tensor comes from the stage in front, by a link that carries one at a time."""
+        """Each tensor comes from the neighbouring stage, by a link that carries one at a time."""
         problem, turn = self._problem, self._problem.way_back[0]
         for kind, source, hops, first in (
             (_FORWARD, stage - 1, problem.costs.hop_forward[stage - 1 : stage], 1),
@@ -223,7 +223,7 @@ class _Model:
             for i in self._microbatches:
                 sent = self._ended(Op(source, kind, i))
                 arrived = sent + hop
-                if hop > self._seconds(Op(source, kind, i)):  # else the next is never there before the link is free
+                if hop > self._seconds(Op(source, kind, i)):  # else no tensor ever waits for the link
                     arrived = self._new(f"{stage}{kind}{i} arrives", 0, self._horizon)
                     self.model.Add(arrived >= sent + hop)
                     if busy is not None:
@@ -235,8 +235,8 @@ class _Model:
                     self.model.Add(self._start[again] >= arrived).OnlyEnforceIf(self._kept[stage, i].Not())
 
     def _add_sums(self, stage: int) -> None:
-        """Two sums per stage: its work, and the time that its sets hold slots. Both fit between the first microbatch's arrival and the last
-        one's way back to stage 0.
+        """Two redundant constraints per stage: its work, and the time that its sets hold slots, fit between the arrival of the
+        first microbatch and the last one's way back to stage 0.
         """
         problem, costs = self._problem, self._problem.costs
         places, microbatches = problem.places_of(stage), problem.num_microbatches
@@ -263,7 +263,7 @@ class _Model:
                 self.model.Add(places * room >= of_kept * kept + of_recomputed * recomputed)
 
     def _hint(self) -> None:
-        """The order to start from: whole, so that the solver has a solution at once."""
+        """Gives the solver the complete order to start from, so that it has a solution at once."""
         last = self._problem.way_back[-1]
         for stage in range(self._problem.num_stages):
             again_at = 0

@@ -72,11 +72,11 @@ def best_schedule(
     cache: Path | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> FoundSchedule:
-    """The best schedule for `spec`, of the family `auto`, that is found with `effort`. A schedule that was searched for has passed `check`; the caller checks any other.
+    """The best schedule for `spec`, of the family `auto`, that is found with `effort`; unless large, it has passed `check`.
 
     `cache` is the folder for results; None: they are not stored. `say` gets a line if the search takes time. With an effort of
-    0 seconds only the rule, the named families and the stored result are tried; with more than `MOST_COMPARED` stages x microbatches the
-    rule alone.
+    0 seconds only the rule, the named families and the stored result are tried. A large problem has more than `MOST_COMPARED`
+    stages x microbatches, and no copies: only the rule is tried, and the caller checks its schedule.
 
     Raises:
         ValueError: as `make`.
@@ -163,7 +163,7 @@ def _schedules(spec: ScheduleSpec, known: CachedOrder | None = None) -> Iterator
 def _sound(spec: ScheduleSpec, order: ComputeLanes) -> list[Schedule]:
     """The schedule of an order from the cache or a solver; none if it cannot run.
 
-    A file of the cache may be damaged. Rounded by a solver to length 0, ops may swap places.
+    A file of the cache may be damaged. A solver may round ops to length 0 and then swap them.
     """
     with contextlib.suppress(ValueError):
         schedule = held_to(spec, order)
@@ -175,7 +175,7 @@ def _sound(spec: ScheduleSpec, order: ComputeLanes) -> list[Schedule]:
 def _found(
     spec: ScheduleSpec, costs: Costs, schedules: Iterable[Schedule], least_seconds: float = 0.0
 ) -> FoundSchedule:
-    """The fastest of those that `check` passes; of equal ones the first."""
+    """The fastest of `schedules`; of equal ones the first. Raises the error of `check` if the fastest so far is unsound."""
     best, seconds = None, math.inf
     for schedule in schedules:
         taken = simulate(schedule, costs).step_seconds
