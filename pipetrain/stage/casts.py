@@ -33,7 +33,7 @@ _CASTING = frozenset((
 
 
 class WeightCasts:
-    """The casts of one stage's weights in one step. A step without any autocast calls no method but `is_active`, in an inspection."""
+    """The casts of one stage's weights in one step. A step that makes no cast calls no method but `is_active`, in an inspection."""
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device, meter: ActivationMeter) -> None:
         self._layers = layers
@@ -43,7 +43,7 @@ class WeightCasts:
         self._frozen: dict[int, Mapping[int, Tensor]] = {}  # layer -> id of a weight that is cast once -> weight
         # (identity of a weight, dtype) -> its version, its address and its cast.
         self._of_frozen: dict[tuple[int, torch.dtype], tuple[int, int, Tensor]] = {}
-        self._left_out: set[int] = set()
+        self.storages: set[int] = set()  # of all casts of this step
         self._is_stale = False
 
     def is_active(self) -> bool:
@@ -121,15 +121,15 @@ class WeightCasts:
     # --------------------------------------------------------------------------------------------------------------
 
     def _leave_out(self, storage: int) -> None:
-        if storage not in self._left_out:
-            self._left_out.add(storage)
+        if storage not in self.storages:
+            self.storages.add(storage)
             self._meter.leave_out(storage)
 
     def end_step(self) -> None:
         """The step has ended, or failed: drop all casts, because weights may change now."""
-        for storage in self._left_out:
+        for storage in self.storages:
             self._meter.count_again(storage)
-        for held in (self._left_out, self._of_trained, self._of_frozen, self._frozen):
+        for held in (self.storages, self._of_trained, self._of_frozen, self._frozen):
             held.clear()
 
 

@@ -129,7 +129,7 @@ class LateBoundSet:
         return hooks if outputs is None else both(hooks, outputs)
 
     def _attribute_changed(self, layer: int, name: str) -> RecomputeMismatch:
-        what = f"would change its attribute {name} again, although F did not change it in the first step"
+        what = f"would change its attribute {name} again: F has changed it, which it did not do in the first step"
         return mismatch(self.name_of(layer), what)
 
     def refuse_hooks(self, _: str = "") -> NoReturn:

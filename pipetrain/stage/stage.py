@@ -454,7 +454,7 @@ class Stage:
         assert not self._held, f"stage {self.index} still holds microbatches {', '.join(map(str, self._held))}"
         waiting = ", ".join(map(str, self._deferred))
         assert not waiting, f"stage {self.index} has had no W of microbatches {waiting}"
-        if self._had_casts:
+        if self._had_casts or self.casts.storages:  # the latter alone: a layer's own autocast in a split backward
             self.casts.end_step()
         self._versions, self._had_casts = None, False
 

@@ -238,7 +238,7 @@ MUTANTS = (
     Mutant(
         "a lazy conjugate is carried out after F has ended",
         "pipetrain/runtime/executor.py",
-        "            if entry.writes is not None:  # before the op ends: what it gives may have to be copied\n                self._given",
+        "            if entry.writes is not None:  # before the op ends, because this may copy the output\n                self._given",
         "        if entry.writes is not None:\n            self._given",
         ("tests/virtual_gpu/test_matrix.py", "-k", "conjugate"),
     ),

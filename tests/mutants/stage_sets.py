@@ -4,6 +4,13 @@ from mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "the cast of a layer's own autocast outlives the step",
+        "pipetrain/stage/stage.py",
+        "if self._had_casts or self.casts.storages:",
+        "if self._had_casts:",
+        ("tests/runtime/test_casts.py", "-k", "own_autocast"),
+    ),
+    Mutant(
         "a cast that R has made stays for F",
         "pipetrain/stage/casts.py",
         "            torch.clear_autocast_cache()\n",

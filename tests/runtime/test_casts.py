@@ -167,6 +167,20 @@ def test_weights_that_change_between_steps(frozen: bool) -> None:
     assert_same_gradients(reference, ours)
 
 
+def test_the_cast_of_a_layer_under_its_own_autocast_ends_with_the_step() -> None:
+    """With a split backward. A change through `.data` between two steps leaves version and address as they were."""
+    torch.manual_seed(0)
+    models = twins([linear(), Inside(frozen=False), linear()])
+    reference, ours = models
+    stages = make_stages(list(ours), [1, 2], mean_square, ActivationMeter())
+    for step in range(2):
+        expected = reference_step(reference, mean_square, *batch(), num_microbatches=M, step=step)
+        assert torch.equal(run_step(stages, *batch(), M, step=step, waiting=0), expected), f"step {step}"
+        for model in models:
+            model[1].inner.weight.data.add_(0.25)
+    assert_same_gradients(reference, ours)
+
+
 class Moves(nn.Module):
     """Its frozen weight changes in each forward, as an average of other weights does."""
 
