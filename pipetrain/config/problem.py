@@ -10,7 +10,7 @@ class ConfigError(ValueError):
     """A mistake in the configuration: the message names the key, the value, what is allowed and what to type."""
 
 
-_REPLACED = {"deepspeed_fused_adam": "adamw"}  # values that are no longer offered, and their replacement
+_REPLACED = {"deepspeed_fused_adam": "adamw", "optim.lr": "optim.learning_rate"}  # a former value, another tool's key
 
 
 def nearest(text: str, choices: Iterable[str], cutoff: float = 0.5) -> str:

@@ -8,6 +8,7 @@ from pipetrain.config.schema import limits
 # Overrides that cannot be read, keys and choices that do not exist, wrong types
 CONFIG = [
     train("stpes=3", "stpes:", "did you mean", "'steps'"),
+    train("optim.lr=1e-3", "optim.lr:", "did you mean 'optim.learning_rate'"),
     train("recompute.mod=inline", "recompute.mod:", "'recompute.mode'"),
     train("recompute=inlin", "recompute=inlin", "allowed are early, inline, never, overlap", "'inline'"),
     train("recompute.mode=overlapp", "recompute.mode", "'overlap'"),
