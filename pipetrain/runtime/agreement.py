@@ -119,7 +119,7 @@ class Call:
     `described`: whether messages carry their form (shapes and dtypes, `comm/forms.py`); one flag for the edges before this rank's stages,
     one for those after.
     `first_backward` is the first stage with a parameter that needs a gradient. A rank may know only the stages up to its own. If none of
-    them needs a gradient, it may have `num_stages` here: it runs no backward in either case. Ops of the microbatches `idle` do nothing.
+    them needs a gradient, it may have `num_stages` here instead of a later stage: it runs no backward anyway. Ops of the microbatches `idle` do nothing.
     `weights` has the weight of each microbatch in the loss of all replicas; None if there is one replica and its targets are not counted.
     """
 
@@ -159,7 +159,8 @@ class Calls:
         self._signatures: dict[Any, int] = {}
         self._values: dict[int, str] = {}
         self._forms: dict[int, dict[Op, Form]] = {}
-        # (signature, edges; 0: before, 1: after) -> (`_num_changes` at the latest call, microbatches whose forms both ends know)
+        # Key: signature, and 0 for the edges before this rank's stages or 1 for those after. Value: `_num_changes` at the latest call, and
+        # the microbatches whose forms both ends know.
         self._told: dict[tuple[int, int], tuple[int, frozenset[int]]] = {}
         self._trainable: dict[int, list[bool]] = {}  # of this rank's stages, which parameters need a gradient
         self._num_changes = 0  # of `requires_grad` of parameters, and of plain values in the inputs
@@ -298,7 +299,7 @@ class Calls:
 def _weights_of(headers: Sequence[Mapping[str, Any]]) -> tuple[list[list[float]], str | None]:
     """Return the weight of each microbatch of each replica in the loss of all replicas, and the error in the counts or None. A weight is
     the microbatch's part of all counts, or of all rows if targets are not counted."""
-    counts = [  # targets without rows have a count for each microbatch of the plan; this call may have fewer microbatches
+    counts = [  # if targets have no rows, one per microbatch of the plan; this call may have fewer microbatches
         one["counts"][: one["num_microbatches"]]
         if "counts" in one
         else row_counts(one["rows"], one["num_microbatches"])

@@ -153,8 +153,8 @@ def check_has_parameters(stage: int, layers: Sequence[nn.Module], numbers: range
 
 
 def kept_layers(entries: Sequence[str], layers: Mapping[int, nn.Module], num_layers: int) -> set[int]:
-    """Return the layers of this rank that `recompute.keep_layers` names, by their index in the model. Raises ValueError, which
-    suggests the most similar class: this rank has all layers, and none is of a class that an entry names."""
+    """Return the layers of this rank that `recompute.keep_layers` names, by their index in the model. Raises ValueError with
+    the most similar class if this rank has all layers, and none is of a class that an entry names."""
     kinds = {type(layer).__name__ for layer in layers.values()}
     kept: set[int] = set()
     for text in entries:

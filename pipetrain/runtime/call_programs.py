@@ -72,7 +72,7 @@ class Programs:
         return f"{schedule.family} {schedule.policy} {hashlib.sha256(repr(lanes).encode()).hexdigest()[:12]}"
 
     def whole(self) -> Program:
-        """The program of `step` if every stage needs gradients; of a given `Schedule`, all of its backwards."""
+        """The program of `step` if every stage needs gradients. If a `Schedule` was given, it has all backwards of that schedule."""
         return self.training(0 if self._given is None else self._given.first_backward)
 
     def training(self, first_backward: int) -> Program:

@@ -72,7 +72,7 @@ def make_one(tied: Iterable[tuple[str, str]], layers: Layers) -> None:
 class Copies:
     """This rank's copies of parameters that two stages share.
 
-    `apart` has the parameters whose other copy is on another rank, by their name in the lower stage, which is that in the whole model.
+    `apart` has the parameters whose other copy is on another rank, by their name in the lower stage, as in the whole model.
     `second` has the `id` of each parameter of `apart` that is the copy in the higher stage: the norm of all gradients leaves it out.
     """
 

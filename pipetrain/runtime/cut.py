@@ -34,7 +34,7 @@ def on_device(batch: Tree, bring: Callable[[Tensor], Tensor]) -> Tree:
 
 
 def whole_tensors(batch: Tree, name: str) -> dict[int, str]:
-    """Return leaf index -> a text for an error, for each tensor in a `Whole`. An index is that of the leaf in a microbatch."""
+    """Return leaf index -> a text for an error, for each tensor in a `Whole`. Indices count the leaves of a microbatch."""
     found, index = dict[int, str](), 0
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         if not isinstance(leaf, Whole):

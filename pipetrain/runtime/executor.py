@@ -4,8 +4,8 @@
          run      the stage                                                                                           [2]
          give     its output to the SEND, or to the next stage if that is on this rank                                [3]
 
-One thread runs (on a GPU: launches) all compute and recompute ops of the rank, and starts its transfers and copies. Other threads only
-report their ends. The loop is work-conserving: while the next compute op waits for a message, the next recompute op runs if it may.
+One thread runs (on a GPU: launches) all compute and recompute ops of the rank, and starts its transfers and copies. Other threads move
+the bytes and report the ends. The loop is work-conserving: while the next compute op waits for a message, the next recompute op runs if it may.
 On a GPU the loop does not choose: it launches the ops in the order that the schedule has fixed (`launch_order`).
 """
 
@@ -52,7 +52,7 @@ class Step:
     weights: Sequence[float] = ()  # the factor of each microbatch's loss
     shares: Sequence[float] = ()  # each microbatch's share of the batch
     idle: frozenset[int] = frozenset()  # microbatches whose weight in the loss is 0: their ops do nothing
-    whole_inputs: Mapping[int, str] = field(default_factory=dict)  # by index of a `Whole` leaf: why it is read-only
+    whole_inputs: Mapping[int, str] = field(default_factory=dict)  # index of a `Whole` leaf -> why it is read-only
     whole_targets: Mapping[int, str] = field(default_factory=dict)  # likewise
     first_microbatch: int = 0  # the number of this replica's first microbatch, counted over all replicas
     scale: float = 1.0  # the factor of all gradients

@@ -5,7 +5,7 @@ this thread waits for other copies. The rules of memory on a GPU, none of which 
 
     [1] the host frees a set's device memory once the compute stream waits for its OFFLOAD, because that stream uses the memory next
     [2] a RELOAD fills a buffer that is free on the device (`Ring`), as a receive does
-    [3] an OFFLOAD reuses a slab of the host if its stream comes after the RELOAD that read the slab; `most` counts enough slabs for this
+    [3] an OFFLOAD reuses a slab of the host if its stream waits for the RELOAD that read the slab; `most` counts enough slabs for this
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A step back-propagates the sum of `loss_fn(out_i, target_i) * share_i`. That is the loss of the batch if `loss_fn` is a mean over rows, or
 over what `count_fn` counts. If `loss_fn` is a sum, it is only a fraction of that loss, so `loss_reduction="sum"` sets the factors to 1. For
-most other functions the two differ. `LossCheck` keeps outputs of the first step, without their graphs, and evaluates `loss_fn` on all of
+most other functions, neither sum is that loss. `LossCheck` keeps outputs of the first step, without their graphs, and evaluates `loss_fn` on all of
 them together. If it has only one output (each replica has one microbatch, or outputs are large), it cuts that one in two.
 """
 

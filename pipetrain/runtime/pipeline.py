@@ -281,7 +281,7 @@ class Pipeline(StageWeights):
 
         Raises:
             ValueError: a batch that cannot be cut; a loss that is no scalar; a call under `torch.no_grad()`; a `scale` that is 0 or not
-                finite. All ranks raise it for a mistake of the first stage's rank or in counted targets, else only the ranks that make it.
+                finite. All ranks raise it for a mistake of the first stage's rank, or in targets that `count_fn` counts; else only ranks that make it.
             PipelineError: another rank failed, or made a mistake.
             LossNotFinite: a PipelineError after which the pipeline can go on; `find_not_finite` finds the first value that is not finite.
         """

@@ -5,8 +5,8 @@
     compute      0F0 0F1 0F2 ...
     recompute    0R0 0R1 ...
 
-An op may start when all ops that it waits for have ended and the op before it in its queue has started. One exception: a copy (OFFLOAD,
-RELOAD) waits for copies of other sets in the thread of its lane, not here. If two ops may start, the one in the upper queue starts. If the
+An op may start when all ops that it waits for have ended and the op before it in its queue has started. One exception: if a copy
+(OFFLOAD, RELOAD) waits for copies of other sets, it is started, and the thread of its lane waits. If two ops may start, the one in the upper queue starts. If the
 host launches ahead of a device, there is one queue: the launch order. The executor follows these rules, and no others, for every op.
 """
 

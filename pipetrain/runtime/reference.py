@@ -40,7 +40,7 @@ def reference_step(
     layers = list(model)
     device = next((parameter.device for layer in layers for parameter in layer.parameters()), torch.device("cpu"))
     microbatches, labels = cut(inputs, num_microbatches), cut(targets, num_microbatches, "targets")
-    # Rows of the uncut batch: in a microbatch, a tensor that was wrapped in Whole looks like any other. This count is independent of the
+    # Count rows before the cut: in a microbatch, a tensor that was wrapped in Whole looks like any other. This count is independent of the
     # pipeline's, so that it does not repeat a mistake of the pipeline.
     share, rest = divmod(num_rows(inputs, "inputs") or num_microbatches, num_microbatches)
     counts: list[int | float] = [share + (index < rest) for index in range(num_microbatches)]

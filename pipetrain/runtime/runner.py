@@ -107,8 +107,8 @@ class CallRunner:
         """Run all ops of this rank; returns when the rank's messages have left. `step.outputs` is filled then. Collective.
 
         Raises ValueError before any op runs. On every rank: inputs that cannot be cut, targets that cannot be counted, or a `mistake` of
-        the first stage's rank. On this rank only: its own `mistake`, or on the last stage's rank, no loss_fn, targets that do not fit the
-        inputs, or no parameter to train. PipelineError: another rank failed. Also raises what an op of this rank raises.
+        the first stage's rank. On this rank only: its own `mistake`. On the last stage's rank only: no loss_fn, targets that do not fit
+        the inputs, or no parameter to train. PipelineError: another rank failed. Also raises what an op of this rank raises.
         """
         self.check_whole()
         count = None
@@ -123,7 +123,7 @@ class CallRunner:
         with self.failing_together(
             f"{kind} was given no targets on {monitor.name}, which holds the last stage" if lacks_targets else ""
         ):
-            if mistake is not None:  # of this rank; `agree` has raised one of the first stage's rank
+            if mistake is not None:  # of this rank: `agree` has raised that of the first stage's rank
                 raise ValueError(f"{mistake} (on {monitor.name})")
             self._cut(call, step, inputs, targets)
             with self._parts.shared.unchanged(is_training=is_training) if self._has_shared else nullcontext():

@@ -1,4 +1,4 @@
-"""Refuses tensors that a stage leaves for another one in a dict, list, module or object that layers of both hold; the error names them.
+"""Refuses a tensor that a stage leaves for another stage in a dict, list, module or object that both hold. The error names the tensor.
 
     F1 of stage 0   leaves a new tensor there, as F0 did: so it is not a constant that is made once    [1]
     F0 of stage 1   computes its output with that tensor, or with one computed from it                 [2]

@@ -125,8 +125,8 @@ def _ended_before(schedule: Schedule, rank: int) -> dict[Op, list[int]]:
 
 
 def _peaks_with_copies(schedule: Schedule, rank: int) -> Iterator[tuple[int, SetPeak]]:
-    """As `peak_sets`, for the stages of one rank. An op of `Schedule.order` takes the nth slot of its stage. When it starts,
-    some ops must have ended and have freed slots: at most n less their number are in use."""
+    """As `peak_sets`, for the stages of one rank. If an op is the nth of `Schedule.order` to take a slot,
+    and k slots must have been freed before it starts, at most n - k are in use."""
     before, taken = _ended_before(schedule, rank), Counter[int]()
     freed = {
         stage: [
@@ -144,7 +144,7 @@ def _peaks_with_copies(schedule: Schedule, rank: int) -> Iterator[tuple[int, Set
 
 
 def peak_on_host(schedule: Schedule, stage: int) -> tuple[int, Op | None]:
-    """The most sets of `stage`, or of one of its parts, on the host at once, whatever the timing; and the last OFFLOAD."""
+    """The most sets of `stage`, or of one of its parts, on the host at once, whatever the timing; and the OFFLOAD that reaches it."""
     before, rank = _ended_before(schedule, schedule.stage_ranks[stage]), schedule.stage_ranks[stage]
     down, held = [op for op in schedule.lane(rank, Lane.OFFLOAD) if op.stage == stage], list[tuple[int, Op]]()
     for part in {op.part for op in down}:

@@ -33,7 +33,7 @@ def bound(
     (Such a B would keep its set at no cost. With one microbatch the bound counts this, so it holds for every order.) `bound_of`
     gives it for the sets that one schedule keeps. `split_backward`: every backward is an I and a W, not a B. The proof is that
     of `bound_of`, but n_kept(s) is not known here: `policy` says which numbers of sets a stage may keep. T is the least time
-    for which each stage has such a number that leaves time for R and slots for its sets.
+    in which each stage, with one of these numbers, has time for its R and slots for its sets.
     """
     wanted = RecomputePolicy.of(policy)
     wanted.check_stages(costs.num_stages)
@@ -81,7 +81,7 @@ def bound_of(schedule: Schedule, costs: Costs) -> float:
     at least f + 2 o + b, if a copy takes o. So n_kept L + n_off (f + 2 o + b) + n_rec (r + b) <= K (T - head - tail). OFFLOAD
     run one at a time, the first after an F, and a RELOAD and a backward follow the last: T >= head + f + (n_off + 1) o + b +
     tail, for n_off > 0. With k parts, F holds k slots, and each part then holds one for its share of 2 o + b: k f + 2 o + b in
-    all. After the last OFFLOAD, RELOAD and backward of its part may be short, so T >= head + f + n_off o + tail.
+    all. The RELOAD and backward after the last OFFLOAD are those of one part and may be short: T >= head + f + n_off o + tail.
 
     Gradients. A REDUCE_GRAD of stage s comes after all F, R and backwards of s. Those of one stage run one after the other: T
     >= head_s + work of s + reduces of s. A REDUCE_GRAD also comes after the whole path of one microbatch, from stage 0 to the
@@ -206,7 +206,7 @@ class _Links:
         def seconds(away: int) -> float:
             return self.in_places(stage, number - away, away, microbatches - number)
 
-        # With each offloaded set the slots' bound falls (or never does) and that of copies rises: the least is where they meet.
+        # Each further offloaded set lowers the bound of slots, if any does, and raises that of copies: the least is where they meet.
         falls = bisect.bisect_left(range(number), True, key=lambda away: seconds(away + 1) >= seconds(away))
         return number - falls, falls
 

@@ -126,12 +126,12 @@ def in_flight_of(shape: Shape) -> tuple[int, ...]:
 
     A single number w is for stage 0. Stage s has 1 + (w - 1) (p - 1 - s) / (p - 1), rounded up, at least its classic number and
     at most m. So each edge has the same number of tensors in transfer. With w = p these are the classic numbers. With w =
-    (m-1)(p-1) + 1 every stage but the last has all m in flight, as in GPipe. (With the same number on every stage no edge would
-    have a tensor in transfer, and the step would be longer than with the classic numbers.)
+    (m-1)(p-1) + 1 every stage but the last has all m in flight, as in GPipe. (An edge has as many tensors in
+    transfer as its two stages' numbers differ by. With equal numbers there would be none, and the step would be longer.)
 
     Raises:
         ValueError: w is below 1 or above GPipe's; or in a list a stage has less than its classic number, more than in GPipe, or
-            more than the stage before it. (Then stage s + 1 would wait for an F that stage s runs after a B of stage s + 1.)
+            more than the stage before it. (With more, stages s and s + 1 would wait for each other.)
     """
     stages, microbatches, warmup = shape.num_stages, shape.num_microbatches, shape.warmup
     classic = tuple(min(microbatches, stages - stage) for stage in range(stages))

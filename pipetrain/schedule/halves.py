@@ -51,7 +51,7 @@ def closed_up(draft: Schedule) -> Schedule:
 
 
 def orders_of_w(closed: Schedule, costs: Costs, given: Schedule | None = None) -> Iterator[Schedule]:
-    """Two orders to choose from: each W right behind its I, or where `given` has it; and each W where its rank would wait.
+    """Two orders to choose from. The first has each W where `given` has it, or right behind its I; the second where its rank would wait.
 
     If an op needs the activation slot that a W holds, that W comes earlier than in `given`.
     """

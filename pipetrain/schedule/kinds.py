@@ -14,7 +14,7 @@
     ...                                 * the recompute lane if recompute.mode=overlap
 
 Passes read the row of a kind (`op.kind.row`) and do not compare its name; generators name the kinds that they order. To add a
-kind, add it to `Kind` and its row to `_ROWS`, and give the executor an entry. Add a part of F or B to `PASS_SEQUENCES`.
+kind, add it to `Kind` and its row to `_ROWS`, and give the executor an entry. A part of F or B also goes into `PASS_SEQUENCES`.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ _ROWS: Mapping[Kind, KindRow] = {
         Lane.SEND, direction=Direction.BACKWARD, peer_kind=Kind.RECV_B, reads=(Kind.B, Kind.I), cost="hop_backward"
     ),
     Kind.RECV_B: KindRow(Lane.RECV, direction=Direction.BACKWARD, peer_kind=Kind.SEND_B, cost="hop_backward"),
-    # It reads the gradients that all backwards of its stage, or of one part, have added up; all its ranks get the sum. With
-    # `Op.peer`, it also meets an op of that stage in this schedule. It always meets the same ops of the other replicas.
+    # It reads the gradients that all backwards of its stage, or of one part, have added up. It runs together with the same op of the
+    # other replicas and, with `Op.peer`, with the op of stage `peer` in this schedule; all of them get the sum.
     Kind.REDUCE_GRAD: KindRow(Lane.REDUCE, per_stage=True, peer_kind=Kind.REDUCE_GRAD, cost="reduce"),
 }
 

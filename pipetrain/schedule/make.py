@@ -229,7 +229,7 @@ def _checked(lanes: ComputeLanes, name: str, shape: Shape) -> ComputeLanes:
 
 
 def draft_of(spec: ScheduleSpec, compute: ComputeLanes) -> Schedule:
-    """A schedule with only its compute lanes. R, copies and backwards of stages before `first_backward` are left out."""
+    """A schedule with only its compute lanes. Stages before `first_backward` have no R, copies and backwards."""
     draft = Schedule(
         family=spec.name,
         num_microbatches=spec.num_microbatches,

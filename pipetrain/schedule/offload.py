@@ -10,10 +10,10 @@ is *missing* before its B if it is on the host, on the way there, or dropped (R 
 
 The order of F and backwards is given. The rule goes through time, event by event, and decides as late as it can:
 
-    [1] F takes a free slot. It leaves the last one free if the next missing set needs it before F's set could be on the host.
+    [1] F takes a free slot, but not the last one if the next missing set needs it before F's set could be copied to the host.
         If F takes no slot, its set is dropped; with `offload=always` F waits for a slot instead.
-    [2] OFFLOAD, when its lane is free: of the sets held since F, the one that is read last, if the ops before its B need more
-        slots than are free and it stays unused for `margin` copies. So the sets that stay are those whose B is near.
+    [2] OFFLOAD starts when its lane is free. It takes the set, of those held since F, that is read last, if ops before that set's B
+        need more slots than are free, and the B is at least `margin` copy times away. So sets whose B is near stay.
     [3] RELOAD, when its lane is free: the next missing set on the host, in the order of B, `early` copies before it must start.
     [4] R of the next dropped set, when the rank can run nothing else.
 
@@ -76,7 +76,7 @@ class _Where(enum.Enum):
     """Where a set is between its F and its backward."""
 
     HELD = "on the device since F"
-    BACK = "on the device again, or on its way"  # while its R or RELOAD runs; then READY
+    BACK = "on the device again, or on its way"  # on its way: its R or RELOAD runs, after which it is READY
     READY = "on the device again"
     GOING = "on its way to the host"
     HOST = "on the host"

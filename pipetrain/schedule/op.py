@@ -46,7 +46,7 @@ class Op(NamedTuple):  # a tuple, because ops are made and hashed very often; a 
 
     @property
     def is_replica_allreduce(self) -> bool:
-        """Whether it sums gradients over the replicas of its stage, so that its other ends are in their schedules."""
+        """Whether it sums gradients over the replicas of its stage, so that its other ends are in other replicas."""
         return self.peer is None and self.kind in REDUCING
 
     @staticmethod

@@ -267,7 +267,7 @@ class _Places:
     def keep(self, microbatch: int) -> bool:
         """Keep a set if that leaves enough slots for the others. Returns whether it is kept."""
         start, read, end = self._lives[microbatch]
-        before, then = self._per_set, self._per_set - 1  # slots more than if recomputed: before its reader, then
+        before, then = self._per_set, self._per_set - 1  # slots more than a recomputed set: before, after its R
         if max(self._needed[start:read], default=0) + before > self._size:
             return False
         if then and max(self._needed[read : end + 1], default=0) + then > self._size:

@@ -42,7 +42,7 @@ class Schedule:
     backward has an R, or an OFFLOAD and a RELOAD. Stages below `first_backward` have no backward, R and gradient messages:
     nothing in them or before them needs a gradient. With forwards only, `first_backward` is `num_stages`.
 
-    `transport_ahead` is the number of tensors per link that may arrive ahead of use, besides stashed inputs.
+    `transport_ahead` is the number of tensors per link that may arrive ahead of use; stashed inputs all may.
 
     `tied` are the pairs of stages (lower, higher) that share parameters: one bucket of gradients each, numbered in this order.
 
@@ -50,7 +50,7 @@ class Schedule:
     are summed over them. Ranks are those of one replica.
 
     `order[rank]` is empty if no set is offloaded. Else it has the ops of COMPUTE, RECOMPUTE and the copies of a rank, in the
-    order in which they take and free slots: an op that frees one (B, W, OFFLOAD) where it ends, any other where it starts.
+    order in which they take and free slots: an op that frees one (B, W, OFFLOAD) stands where it ends, any other where it starts.
 
     `launch_order[rank]` are all ops of a rank in the order in which its host launches them on a device (`launches.py`). It is
     empty where the host itself waits for messages: there an op starts as soon as it may.

@@ -19,7 +19,7 @@ With a split backward, [3] and [9] wait for W in place of B, because W frees the
 [9] follows `Schedule.order`: with K slots on a stage, its nth op that takes a slot waits for the first n - K ops that free one.
 So at most K sets hold slots, whatever the timing.
 
-Ops of one queue need no waits. But if two neighbouring stages are on one rank, [1] names the op that writes the tensor.
+Ops of one queue need no waits. If two neighbouring stages are on one rank, no receive is needed: [1] is the op that writes the tensor.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ Wait = tuple[Op, Op]  # (op, what it waits for)
 
 
 def add_waits(schedule: Schedule, transport_ahead: int = 2) -> Schedule:
-    """`schedule` with its waits. At most `transport_ahead` tensors of a link, or all inputs to stash, arrive ahead of use.
-
+    """`schedule` with its waits. Before their use arrive at most `transport_ahead` tensors of a link, or all stashed inputs if these are more.
     A stage has memory for all inputs that it stashes at once (all in GPipe, the warm-up in 1F1B), so these may all come early.
     Otherwise they would take as much memory on the sender. With `transport_ahead=0` a receive is posted when the op before its
     consumer has ended.
@@ -127,8 +126,8 @@ def read_by(schedule: Schedule, recompute: Op) -> tuple[Op, ...]:
 class _Pool:
     """The activation slots of one stage along its compute lane. The last op of a set, or of a part, frees its slot.
 
-    A kept set holds its slots from the start of its F to the end of its last op. For a given R, a recomputed set may
-    hold one until its last op ends, if its own R is earlier in the recompute lane.
+    A kept set holds its slots from the start of its F to the end of its last op. When an R is placed, each set whose R is
+    earlier in the recompute lane may hold a slot until its last op ends.
     """
 
     def __init__(self, schedule: Schedule, stage: int, compute: tuple[Op, ...]) -> None:

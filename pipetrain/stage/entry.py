@@ -53,7 +53,7 @@ def through_gate(anchor: Tensor, tensor: Tensor, sink: dict[int, Tensor] | None 
 
 
 class Entered(NamedTuple):
-    """One tensor, and its version when it entered. `fixed`: why it may not change; empty: it may. `before`: a copy of the tensor, or the
+    """One tensor, and its version when it entered. `fixed`: why no stage may change it, or empty. `before`: a copy of the tensor, or the
     leaf from which it was cloned. A comparison with it finds changes through `.data`, which versions miss. `is_clone`: the tensor is a
     clone of a leaf; ignored if `fixed`."""
 

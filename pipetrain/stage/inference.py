@@ -19,7 +19,7 @@ from pipetrain.stage.stage import Stage
 
 def infer(stage: AnyStage, given: StageInput, *, with_loss: bool, past: Past | None = None) -> StageOutput:
     """F without a graph. `with_loss`: the last stage ends with the weighted loss. With `past`, layers read earlier tokens from it, and F
-    runs in inference mode, which saves torch's bookkeeping for backward: a tenth of the time of one token."""
+    runs in inference mode: without torch's bookkeeping for a backward, a token takes a tenth less time."""
     for part in stage.parts if isinstance(stage, SegmentedStage) else (stage,):
         output = _infer(part, given, with_loss=with_loss, past=past)
         given = given._replace(leaves=output.leaves, spec=output.spec)

@@ -1,10 +1,10 @@
 """Finds out, in the first microbatch of a kind of step, whether a layer can be recomputed: R must do what F did, and leave nothing behind.
 
-A copy of the layer, which shares its trained parameters, runs with the layer's seed on a copy of its input:
+A copy of the layer, which shares its trained parameters, runs with the layer's seed on a copy of its input, after F only if R will run:
 
-    before F       [1] does it take a gradient inside its forward? Then the layer is kept, and runs without hooks, which prevent that
-    after F, if    [2] does it save other tensors or values than F did?  [3] does it change its attributes? Then the layer is kept
-    R will run     [4] does memory stay allocated besides its output and its saved tensors? Then slots may not hold R's graph
+    before F   [1] does it take a gradient inside its forward? Hooks would prevent that, so the layer is kept and runs without hooks
+    after F    [2] does it save other tensors or values than F did?  [3] does it change its attributes? Then the layer is kept
+               [4] does memory stay allocated besides its output and its saved tensors? Then slots may not hold R's graph
 
 The proof (`proof.py`) compares R itself with F, and raises an error. The copy finds differences before R, so the layer can be kept.
 """
@@ -182,7 +182,7 @@ class LayerInspection:
                 self._run(Tensor.detach, read)
         except RefusesHooks:
             return _INSIDE
-        except Exception as error:  # such as a gradient through earlier layers: F will raise it, too
+        except Exception as error:  # such as a gradient through earlier layers, with which the copy's input has no connection: F decides
             return _INSIDE if refuses_hooks(error) else None
         return _INSIDE if reads else None
 

@@ -210,8 +210,8 @@ def first_named(
 def named_paths(
     function: Callable[..., Any], is_wanted: Callable[[Any], bool], seen: set[int] | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """As `paths`, but only through attributes that the code of `function` names. So a trainer's method leads to the model's layers only if
-    its code has `self.model`."""
+    """As `paths`, but only through attributes that the code of `function` names. If `function` is a method of a user's object that holds
+    the model too, the layers are found only if its code has `self.model`."""
     return paths(function, is_wanted, seen, names=_names_in_code(function))
 
 
@@ -220,7 +220,7 @@ _ALL_MODULES = frozenset({"modules", "children", "named_modules", "named_childre
 
 
 def _names_in_code(root: Any) -> set[str]:
-    """Names in the code of `root`, and of functions and methods that this code can reach: through globals, its closure or their members."""
+    """Names in the code of `root` and of the functions that it can reach: its globals, the variables of its closure, members of these."""
     names: set[str] = set()
     kinds: set[type] = set()
     seen: set[int] = set()

@@ -35,7 +35,7 @@ class SetComplete(BaseException):
 
 class Recompute:
     """One R of a set. It ends at `stop`; in a proof, at the end of the stage. With `detaches`, R detaches each tensor that fills a slot.
-    Without it, the slots hold R's graph until B frees them. This saves host time; that graph may hold no memory besides the tensors."""
+    Without it, the slots hold R's graph until B frees them. This saves host time, and is only for graphs that hold no other memory."""
 
     def __init__(self, late: LateBoundSet, stop: Stop = Stop.AT_SLOT, *, detaches: bool = True) -> None:
         self._late, self._proof, self._detaches = late, late.proof, detaches
@@ -134,7 +134,7 @@ class Recompute:
 
     def end(self, own: Set[int] = frozenset(), size: SetSize | None = None) -> None:
         """End R: check that every slot is full. `own`: storages of the copies that R read in place of buffers. A saved view of such a copy
-        has the buffer's version counter, which a later F may raise; so its slot gets a tensor with a new counter. `size`: of such sets.
+        has the buffer's version counter, which a later F may raise; so its slot gets a tensor with a new counter. `size`: of this kind's sets.
 
         Raises RecomputeMismatch: R saved fewer or more tensors, or other values; SavedTensorChanged: a saved tensor was changed in place.
         """

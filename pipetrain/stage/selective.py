@@ -7,7 +7,7 @@ under a `TorchDispatchMode`, below autograd. In R this mode *returns* kept outpu
     R   op(...)              [2] not run: returns an alias of the layer's next kept output, in F's order
     B                        [3] kept outputs are dropped when B begins; those that autograd saved stay in their slots
 
-F's order has only operations whose outputs are wanted. Casts are never among them, because F casts weights that R finds already cast.
+F's order leaves out operations whose outputs are not wanted. It never has casts, because F casts weights that R finds already cast.
 Random operations always run again, or later ones would draw other numbers. Before F writes to the memory of a kept output, that output
 is copied, and the copy is kept. (Torch's `create_selective_checkpoint_contexts` finds writes by version counters, which misses some: a
 3-dimensional product returns an `_unsafe_view` with the same memory and another counter.) Kept *layers* are in `stage.py` and `entry.py`.
@@ -104,7 +104,7 @@ def operation_of(func: Any) -> Operation | None:
 
 @dataclass(eq=False)
 class _Rule:
-    """Which operations of a stage one entry keeps: those of one word of `OPS_OF`, or of one name."""
+    """The operations that an entry of the user's list keeps: those of one word of `OPS_OF`, or those of one name."""
 
     wanted: Wanted
     names: frozenset[str]  # of operations
@@ -129,7 +129,7 @@ class _Rule:
         )
 
 
-_Met = tuple[Operation, Sequence[_Rule]]  # an operation that writes, or whose output rules want; and these rules
+_Met = tuple[Operation, Sequence[_Rule]]  # an operation that writes, or that has an output to keep; the rules for it
 
 
 class Selection:

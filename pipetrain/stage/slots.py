@@ -38,7 +38,7 @@ class NeedsGradientInside(BaseException):
 
 
 class Slot:
-    """The place of one saved tensor in the graph of F. It is empty until R fills it, or F: in a kept set or layer, and in a proof."""
+    """The place of one saved tensor in the graph of F. It is empty until R fills it. In a kept set or layer, or a proof, F does."""
 
     tensor: Tensor | None = None
     version = 0
@@ -180,7 +180,7 @@ class LateBoundSet:
     ) -> None:
         """End F: check that no saved tensor was changed in place after it was saved. `needed`: whether B will read any slot.
 
-        `changing`: storages of buffers that a later F may change; tensors in them with which F filled slots are replaced by copies.
+        `changing`: storages of buffers that a later F may change. If F filled a slot with a tensor in one of them, the slot gets a copy.
         `size`: the size of the sets of this kind, as far as it is known.
 
         Raises SavedTensorChanged, with the layer and the tensor's shape; RecomputeMismatch: the last layer changed an attribute.

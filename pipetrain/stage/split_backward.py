@@ -6,8 +6,8 @@ Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2: only the optimiz
     I  backward        [2] `backward_input` runs; the tensors for `backward_weight` move into the `Deferral`, and the node is freed
     W  Deferral.run    [3] `backward_weight` runs; the gradients of a weight are summed, then added to `.grad` once, as in B
 
-The gradient of a weight may wait for W if only split functions (`SplitFunction`) read the weight. (With another reader, autograd adds
-the sum of all gradients to `.grad` at once.) The graph of the first F that gives the weight to a split function shows its readers. If a
+The gradient of a weight may wait for W if only split functions (`SplitFunction`) read the weight. (If another node reads it too, autograd
+sums the gradients of all readers before it adds to `.grad`.) The graph of the first F that gives the weight to a split function shows its readers. If a
 later F has another reader, I adds that reader's gradient to `.grad`, and W adds the rest: nothing is lost, but the last bit may differ.
 If the gradient of a weight may not wait, both halves run in I.
 """
@@ -99,8 +99,8 @@ class LayerCall:
     def deferral_of_i(self) -> Deferral | None:
         """The deferral, if this backward runs in I; None: F has not ended.
 
-        If a layer takes a gradient through its own node while F runs, `refuse_layer` raises, and the layer is refused: in the graph of that
-        gradient, split functions would sum in another order than torch's nodes.
+        If a layer takes a gradient of its own output while F runs, `refuse_layer` raises: the second derivative through split functions
+        would be summed in another order than torch's.
         """
         refuse_layer, running = self.deferral.refuse_layer, layer_in_force()
         if refuse_layer is not None and running is not None and running.layer == self.layer:
@@ -151,8 +151,8 @@ class Deferral:
         """Leave `backward_weight` of this node to W, if it may wait. Returns whether it may. W gets a copy of the ctx, because the node
         would keep alive all nodes that its backward leads to. `places` are the indices of the weights among the node's arguments.
 
-        W also gets the `gradients` themselves, not views: if nothing else held a gradient, autograd could take it as `.grad` and add to
-        it in place.
+        W also gets the `gradients` themselves, not views: while W holds a gradient, autograd does not take it as `.grad`, to which it
+        would add in place.
         """
         layer = getattr(ctx, _CALL).layer
         weights = self.weights.that_may_wait(ctx, layer, places)

@@ -47,7 +47,7 @@ class SplitLinear(SplitFunction):
         else:
             product = torch.mm(_rows(x), matrix)
         # A layer may change the output in place, which autograd forbids for a view. So the output is a new tensor in the memory of the
-        # product. (Not made by `out=`: an operation that writes is none that `recompute.selective` keeps.)
+        # product. (`out=` would make one too, but `recompute.selective` keeps no output of an operation that writes.)
         output = view_into(product.untyped_storage(), product.view(*x.shape[:-1], matrix.shape[1]))
         if bias is not None and not ctx.is_fused:
             output.add_(bias.to(x.dtype))

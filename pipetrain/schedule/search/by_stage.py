@@ -1,13 +1,13 @@
 """Finds orders with copies to host memory for a step of a given length: stage by stage, the last one first.
 
     stage 3    F0 B0 F1 B1 F2 B2 ...        at the pace of the slowest stage
-    stage 2    its F end before those of stage 3 begin, its B begin after those of stage 3 have ended; F late, B early
+    stage 2    each F ends before that microbatch's F on stage 3 begins, each B begins after its B there has ended; F late, B early
     stage 1    the same with stage 2 ...    until stage 0 has its order, or some stage has none
 
 A stage sets the one before it a deadline for each F and an arrival for each gradient. Late F and early B leave it the most
 time. If a stage gets no order, other starts of the last stage are tried, or a longer step. One stage is a small problem:
 
-    by_rule      the rule of `offload.py` places the sets. F and B come in the order of deadlines and arrivals, and each F so
+    by_rule      the rule of `offload.py` places the sets. F come in the order of deadlines, B in that of arrivals. Each F comes so
                  early that R has time. Of the tries that keep all deadlines, the one with the least time in flight counts
     by_solver    constraint programming (CP-SAT of ortools) starts from that order. Variables: the starts of all ops and, for
                  each set, whether it is recomputed or offloaded. A model of all stages together finds nothing in minutes

@@ -45,7 +45,7 @@ _SAME = 1 + 1e-9  # steps this close are equal
 
 @dataclass(frozen=True)
 class CachedOrder:
-    """An order, a lower bound on the step of any order, and the seconds of the search."""
+    """An order, a lower bound on the step of every order that `bound` covers, and the seconds of the search."""
 
     order: ComputeLanes
     least_seconds: float
@@ -54,7 +54,7 @@ class CachedOrder:
 
 @dataclass(frozen=True)
 class FoundSchedule:
-    """A schedule whose step takes `seconds` on the costs of the search; no order takes less than `least_seconds`."""
+    """A schedule whose step takes `seconds` on the costs of the search; no order that `bound` covers takes less than `least_seconds`."""
 
     schedule: Schedule
     seconds: float
