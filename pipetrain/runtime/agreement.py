@@ -299,7 +299,7 @@ class Calls:
 def _weights_of(headers: Sequence[Mapping[str, Any]]) -> tuple[list[list[float]], str | None]:
     """Return the weight of each microbatch of each replica in the loss of all replicas, and the error in the counts or None. A weight is
     the microbatch's part of all counts, or of all rows if targets are not counted."""
-    counts = [  # if targets have no rows, one per microbatch of the plan; this call may have fewer microbatches
+    counts = [  # targets without rows give a count per microbatch of the plan; this call may have fewer
         one["counts"][: one["num_microbatches"]]
         if "counts" in one
         else row_counts(one["rows"], one["num_microbatches"])

@@ -220,8 +220,8 @@ class _Links:
 def _least_time(links: _Links, microbatches: int, choices: Sequence[Sequence[Choice]]) -> float:
     """The least T for which each stage has a choice of sets that leaves time for all the work and slots for all sets."""
     stages = range(links.first_backward, len(links.stage_ranks))
-    # Per stage and choice: the least step for its slots, and how many sets it does not recompute. A longer step has room for more of these, hence
-    # less work.
+    # Per stage and choice: the least step for its slots, and how many sets it does not recompute. In a longer step more sets need no R, so
+    # there is less work.
     in_places = {
         stage: [
             (links.in_places(stage, kept, away, microbatches - kept - away), kept + away)

@@ -17,7 +17,7 @@ The order of F and backwards is given. The rule goes through time, event by even
     [3] RELOAD, when its lane is free: the next missing set on the host, in the order of B, `early` copies before it must start.
     [4] R of the next dropped set, when the rank can run nothing else.
 
-B is due when it starts in the step in which all sets are kept. [3] and [4] leave the last slot to the first missing set. If
+A B is due at the time at which it starts in a step that keeps all sets. [3] and [4] leave the last slot to the first missing set. If
 sets that are read after it hold all slots, the one read last is offloaded or dropped. So the first missing set gets a slot.
 `Schedule.order` has the ops of a rank in the order in which they take and free slots. `waits.py` derives the waits from it,
 `check` proves that no timing takes more slots (`alive.py`), and the CSV file stores it.

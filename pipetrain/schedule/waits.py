@@ -40,7 +40,7 @@ Wait = tuple[Op, Op]  # (op, what it waits for)
 
 
 def add_waits(schedule: Schedule, transport_ahead: int = 2) -> Schedule:
-    """`schedule` with its waits. Before their use arrive at most `transport_ahead` tensors of a link, or all stashed inputs if these are more.
+    """`schedule` with its waits. At most `transport_ahead` tensors of a link, or all stashed inputs if these are more, arrive before their use.
     A stage has memory for all inputs that it stashes at once (all in GPipe, the warm-up in 1F1B), so these may all come early.
     Otherwise they would take as much memory on the sender. With `transport_ahead=0` a receive is posted when the op before its
     consumer has ended.

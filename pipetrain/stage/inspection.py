@@ -1,10 +1,10 @@
 """Finds out, in the first microbatch of a kind of step, whether a layer can be recomputed: R must do what F did, and leave nothing behind.
 
-A copy of the layer, which shares its trained parameters, runs with the layer's seed on a copy of its input, after F only if R will run:
+A copy of the layer (it shares the trained parameters) runs before F, and again after F if R will run: with the layer's seed, on a copy of its input.
 
     before F   [1] does it take a gradient inside its forward? Hooks would prevent that, so the layer is kept and runs without hooks
     after F    [2] does it save other tensors or values than F did?  [3] does it change its attributes? Then the layer is kept
-               [4] does memory stay allocated besides its output and its saved tensors? Then slots may not hold R's graph
+               [4] does memory stay allocated besides its output and its saved tensors? Then R detaches what it puts into slots
 
 The proof (`proof.py`) compares R itself with F, and raises an error. The copy finds differences before R, so the layer can be kept.
 """
@@ -222,7 +222,7 @@ class LayerInspection:
     def _put_buffers_back(self) -> None:
         """Give the copy's buffers the values that they had before F."""
         for module, name, buffer, values in self._buffers:
-            if module._buffers.get(name) is buffer:  # else the first run put in a new one, as F did: R will read that
+            if module._buffers.get(name) is buffer:  # else the first run replaced it, as F did: R will read that one
                 buffer.data = values.clone()
 
     def _late_buffers(self) -> Look:

@@ -262,7 +262,7 @@ class DeferredWeights:
         self._meets_new |= any(isinstance(one, nn.Parameter) and one not in self._other_reader for one in args)
 
     def end_forward(self, deferral: Deferral, roots: Iterable[GradientEdge | None]) -> None:
-        """End F: search the graph below `roots` for nodes other than split functions that read the same weights as these."""
+        """End F: search the graph below `roots` for weights of split functions that other nodes read, too."""
         deferral.refuse_layer = None
         if not self._meets_new:
             return

@@ -360,7 +360,7 @@ class Stage:
         if not late.end:  # R has no slot to fill or to prove
             late.drop()
             return
-        # An operation may still write to a tensor that it saved. So R stops within the last layer only if a proof, with these signatures, did.
+        # An operation may still write to a tensor that it saved. So R stops within the last layer only if R did in a proof with these signatures.
         is_proved = self._stop is not Stop.AT_SLOT or late.last_signatures() == self._proved
         again = Recompute(
             late, self._stop if is_proved else Stop.AT_LAYER, detaches=not self.may_hold_outside <= self.kept
