@@ -133,7 +133,7 @@ class Stage:
         and R save are compared. `moves`: the kept set goes to host memory, and comes back before its B (`host_set`).
 
         Raises SavedTensorChanged, RecomputeMismatch (a layer changes an attribute), LayerRefused, StateChanged, ValueError (the loss has no
-        gradient or is no scalar, or a layer uses a parameter, or another tensor that needs a gradient, of another stage).
+        gradient or is no scalar; a layer uses another stage's parameter, or another stage's tensor that needs a gradient).
         """
         assert microbatch not in self._held, f"stage {self.index} runs F{microbatch} twice"
         bytes_before = self.meter.own_bytes
@@ -360,7 +360,7 @@ class Stage:
         if not late.end:  # R has no slot to fill or to prove
             late.drop()
             return
-        # An operation may still write to a tensor that it saved. So R stops within the last layer only if R did in a proof with these signatures.
+        # An operation may still write to the tensor that it saved last. So R stops there only if a proof with these signatures found it safe.
         is_proved = self._stop is not Stop.AT_SLOT or late.last_signatures() == self._proved
         again = Recompute(
             late, self._stop if is_proved else Stop.AT_LAYER, detaches=not self.may_hold_outside <= self.kept
@@ -454,7 +454,7 @@ class Stage:
         assert not self._held, f"stage {self.index} still holds microbatches {', '.join(map(str, self._held))}"
         waiting = ", ".join(map(str, self._deferred))
         assert not waiting, f"stage {self.index} has had no W of microbatches {waiting}"
-        if self._had_casts or self.casts.storages:  # only the second: a layer's own autocast, split backward
+        if self._had_casts or self.casts.storages:  # `storages` alone: a layer's own autocast
             self.casts.end_step()
         self._versions, self._had_casts = None, False
 
