@@ -182,7 +182,7 @@ class LayerInspection:
                 self._run(Tensor.detach, read)
         except RefusesHooks:
             return _INSIDE
-        except Exception as error:  # such as a gradient through earlier layers, with which the copy's input has no connection: F decides
+        except Exception as error:  # such as a gradient through earlier layers, of which the copy has no graph; F will show it
             return _INSIDE if refuses_hooks(error) else None
         return _INSIDE if reads else None
 

@@ -89,7 +89,7 @@ class Stage:
         # Layers whose graph in R may hold memory besides saved tensors. An inspection that finds none takes the layer out.
         self.may_hold_outside = set(range(len(self.indices)))
         self._stop = Stop.AT_LAYER  # where R may end; the first proof replaces this value
-        self._proved: Sequence[Signature] = ()  # in the last proof: `LateBoundSet.last_signatures`
+        self._proved: Sequence[Signature] = ()  # what `last_signatures()` of the last proof's set was
         self._kinds: dict[Hashable, MicrobatchKind] = {}
         self._versions: list[int] | None = None  # of the parameters, at the first F of this step; None between steps
         self._selection = Selection(selective, self.layers, first_layer) if selective else None
@@ -164,7 +164,7 @@ class Stage:
         if held.late is not None:
             self._end_forward(held.late, held, (*given.leaves, *output.leaves), needed=needed)
         else:
-            outer = (*given.leaves, *output.leaves)  # those in `kind.others` share storages with the set: count them
+            outer = (*given.leaves, *output.leaves)  # `kind.kept_size` leaves out the leaves in `kind.others`
             held.counted = [(outer[number], self.meter.hold(outer[number])) for number in kind.others]
             held.size = kind.kept_size.counted(self.meter, ())
         kind.has_run = True
@@ -360,7 +360,7 @@ class Stage:
         if not late.end:  # R has no slot to fill or to prove
             late.drop()
             return
-        # An operation may still write to the tensor that it saved last. So R stops there only if a proof with these signatures found it safe.
+        # An operation may still write to what it saved last. R stops at the last slot only if a proof with equal last signatures allowed it.
         is_proved = self._stop is not Stop.AT_SLOT or late.last_signatures() == self._proved
         again = Recompute(
             late, self._stop if is_proved else Stop.AT_LAYER, detaches=not self.may_hold_outside <= self.kept
