@@ -182,7 +182,7 @@ class LayerInspection:
                 self._run(Tensor.detach, read)
         except RefusesHooks:
             return _INSIDE
-        except Exception as error:  # such as a gradient through earlier layers, of which the copy has no graph; F will show it
+        except Exception as error:  # such as a gradient through earlier layers, which the copy lacks; F will show it
             return _INSIDE if refuses_hooks(error) else None
         return _INSIDE if reads else None
 
