@@ -118,8 +118,6 @@ class WeightCasts:
         self._leave_out(storage_key(cast))
         return cast
 
-    # --------------------------------------------------------------------------------------------------------------
-
     def _leave_out(self, storage: int) -> None:
         if storage not in self.storages:
             self.storages.add(storage)

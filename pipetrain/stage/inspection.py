@@ -1,6 +1,6 @@
 """Finds out, in the first microbatch of a kind of step, whether a layer can be recomputed: R must do what F did, and leave nothing behind.
 
-A copy of the layer (it shares the trained parameters) runs before F, and again after F if R will run: with the layer's seed, on a copy of its input.
+A copy of the layer (it shares the trained parameters), with its seed and a copy of its input, runs before F, and again after F if a proof follows.
 
     before F   [1] does it take a gradient inside its forward? Hooks would prevent that, so the layer is kept and runs without hooks
     after F    [2] does it save other tensors or values than F did?  [3] does it change its attributes? Then the layer is kept
@@ -154,7 +154,7 @@ class LayerInspection:
         objects = [leaf for leaf in pytree.tree_leaves(value) if _is_object(leaf)]
         self._given = [(leaf, own_traces(leaf)) for leaf in objects]
         self._own, self._outer = own_traces(self._layer), outer_traces(self._layer)
-        self._rebinds = rebound_outside(self._layer)  # a copy would rebind it, too
+        self._rebinds = rebound_outside(self._layer)  # variables outside; a copy would rebind them, too
         # If no R follows, F may change frozen weights. So that the copy of the layer does not change them too, it gets copies of them.
         shared = [one for one in stage.state.parameters if one.requires_grad or not look.late.keep]
         # A layer that can change objects outside of itself gets no copy: the copy would change these objects, too.
@@ -182,7 +182,8 @@ class LayerInspection:
                 self._run(Tensor.detach, read)
         except RefusesHooks:
             return _INSIDE
-        except Exception as error:  # such as a gradient through earlier layers, which the copy lacks; F will show it
+        except Exception as error:
+            # Such as a gradient through earlier layers, for which the copy's input has no graph. F will show whether the layer takes one.
             return _INSIDE if refuses_hooks(error) else None
         return _INSIDE if reads else None
 
@@ -222,7 +223,8 @@ class LayerInspection:
     def _put_buffers_back(self) -> None:
         """Give the copy's buffers the values that they had before F."""
         for module, name, buffer, values in self._buffers:
-            if module._buffers.get(name) is buffer:  # else the first run replaced it, as F did: R will read that one
+            # Otherwise the first run put a new buffer in its place, as F did in the layer, and R will read the new one.
+            if module._buffers.get(name) is buffer:
                 buffer.data = values.clone()
 
     def _late_buffers(self) -> Look:

@@ -164,7 +164,7 @@ class Stage:
         if held.late is not None:
             self._end_forward(held.late, held, (*given.leaves, *output.leaves), needed=needed)
         else:
-            outer = (*given.leaves, *output.leaves)  # `kind.kept_size` leaves out the leaves in `kind.others`
+            outer = (*given.leaves, *output.leaves)  # `kept_size` lacks those that share storage with the set
             held.counted = [(outer[number], self.meter.hold(outer[number])) for number in kind.others]
             held.size = kind.kept_size.counted(self.meter, ())
         kind.has_run = True
@@ -360,7 +360,7 @@ class Stage:
         if not late.end:  # R has no slot to fill or to prove
             late.drop()
             return
-        # An operation may still write to what it saved last. R stops at the last slot only if a proof with equal last signatures allowed it.
+        # An operation may still write to what it saved last. R stops at the last slot only if a proof with the same last signatures allowed it.
         is_proved = self._stop is not Stop.AT_SLOT or late.last_signatures() == self._proved
         again = Recompute(
             late, self._stop if is_proved else Stop.AT_LAYER, detaches=not self.may_hold_outside <= self.kept
@@ -454,7 +454,7 @@ class Stage:
         assert not self._held, f"stage {self.index} still holds microbatches {', '.join(map(str, self._held))}"
         waiting = ", ".join(map(str, self._deferred))
         assert not waiting, f"stage {self.index} has had no W of microbatches {waiting}"
-        if self._had_casts or self.casts.storages:  # `storages` alone: a layer's own autocast
+        if self._had_casts or self.casts.storages:  # a layer may have used autocast itself
             self.casts.end_step()
         self._versions, self._had_casts = None, False
 
