@@ -50,7 +50,7 @@ _LITTLE_BYTES = 1 << 16
 
 
 class FirstLook:
-    """Inspects the layers of a stage around one F. `compares`: an R will follow, so the copy of each layer also runs after F."""
+    """Inspects the layers of a stage around one F. `compares`: a proof follows, so the copy of each layer also runs after F."""
 
     def __init__(
         self,
