@@ -7,9 +7,9 @@ Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2: only the optimiz
     W  Deferral.run    [3] `backward_weight` runs; the gradients of a weight are summed, then added to `.grad` once, as in B
 
 The gradient of a weight may wait for W if only split functions (`SplitFunction`) read the weight. (If another node reads it too, autograd
-sums the gradients of all readers before it adds to `.grad`.) The graph of the first F that gives the weight to a split function shows its readers. If a
-later F has another reader, I adds that reader's gradient to `.grad`, and W adds the rest: nothing is lost, but the last bit may differ.
-If the gradient of a weight may not wait, both halves run in I.
+sums the gradients of all readers before it adds to `.grad`.) The graph of the first F that gives the weight to a split function shows its
+readers. If a later F has another reader, I adds that reader's gradient to `.grad`, and W adds the rest: nothing is lost, but the last
+bit may differ. If the gradient of a weight may not wait, both halves run in I.
 """
 
 from __future__ import annotations

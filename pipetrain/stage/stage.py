@@ -360,7 +360,7 @@ class Stage:
         if not late.end:  # R has no slot to fill or to prove
             late.drop()
             return
-        # An operation may still write to what it saved last. R stops at the last slot only if the proof of a set with the same last signatures found this safe.
+        # An operation may still write to what it saved last: R stops at the last slot only if a proof with these signatures found it safe.
         is_proved = self._stop is not Stop.AT_SLOT or late.last_signatures() == self._proved
         again = Recompute(
             late, self._stop if is_proved else Stop.AT_LAYER, detaches=not self.may_hold_outside <= self.kept
