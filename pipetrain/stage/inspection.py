@@ -4,7 +4,7 @@ A copy of the layer (it shares the trained parameters), with its seed and a copy
 
     before F   [1] does it take a gradient inside its forward? Hooks would prevent that, so the layer is kept and runs without hooks
     after F    [2] does it save other tensors or values than F did?  [3] does it change its attributes? Then the layer is kept
-               [4] does memory stay allocated besides its output and its saved tensors? Then R detaches what it puts into slots
+               [4] does memory stay allocated besides its output and its saved tensors? R's graph may hold it, so slots get detached tensors
 
 The proof (`proof.py`) compares R itself with F, and raises an error. The copy finds differences before R, so the layer can be kept.
 """
@@ -183,7 +183,7 @@ class LayerInspection:
         except RefusesHooks:
             return _INSIDE
         except Exception as error:
-            # Such as a gradient through earlier layers, for which the copy's input has no graph. F will show whether the layer takes one.
+            # The copy may fail where F does not: its input has no graph of earlier layers, through which the layer may take a gradient.
             return _INSIDE if refuses_hooks(error) else None
         return _INSIDE if reads else None
 
@@ -223,7 +223,7 @@ class LayerInspection:
     def _put_buffers_back(self) -> None:
         """Give the copy's buffers the values that they had before F."""
         for module, name, buffer, values in self._buffers:
-            # Otherwise the first run put a new buffer in its place, as F did in the layer, and R will read the new one.
+            # If the first run put a new buffer in its place, leave that one: F did so in the layer, and R will read the new one.
             if module._buffers.get(name) is buffer:
                 buffer.data = values.clone()
 

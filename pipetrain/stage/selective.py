@@ -136,9 +136,7 @@ class Selection:
     """The outputs to keep in the layers of one stage."""
 
     def __init__(self, wanted: Sequence[Wanted], layers: Sequence[nn.Module], first_layer: int) -> None:
-        """Raises:
-        ValueError: an entry names an unknown operation or module, or an operation that cannot be kept; the message says what to name.
-        """
+        """Raises ValueError: an entry names an unknown operation or module, or one that cannot be kept; the message says what to name."""
         self._compiled = {number for number, layer in enumerate(layers) if has_compiled(layer)}
         self._rules = [rule for one in wanted for rule in self._rules_of(one, layers, first_layer)]
         self._open: list[nn.Module] = []  # submodules that rules name and whose forward runs now

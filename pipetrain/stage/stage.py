@@ -89,7 +89,8 @@ class Stage:
         # Layers whose graph in R may hold memory besides saved tensors. An inspection that finds none takes the layer out.
         self.may_hold_outside = set(range(len(self.indices)))
         self._stop = Stop.AT_LAYER  # where R may end; the first proof replaces this value
-        self._proved: Sequence[Signature] = ()  # what `last_signatures()` of the last proof's set was
+        # The signatures of what the last layer saved in the proof that set `_stop`.
+        self._proved: Sequence[Signature] = ()
         self._kinds: dict[Hashable, MicrobatchKind] = {}
         self._versions: list[int] | None = None  # of the parameters, at the first F of this step; None between steps
         self._selection = Selection(selective, self.layers, first_layer) if selective else None
@@ -164,7 +165,8 @@ class Stage:
         if held.late is not None:
             self._end_forward(held.late, held, (*given.leaves, *output.leaves), needed=needed)
         else:
-            outer = (*given.leaves, *output.leaves)  # `kept_size` lacks those that share storage with the set
+            # `kept_size` leaves out storages that the set shares with leaves of input and output (`kind.others`): count those here.
+            outer = (*given.leaves, *output.leaves)
             held.counted = [(outer[number], self.meter.hold(outer[number])) for number in kind.others]
             held.size = kind.kept_size.counted(self.meter, ())
         kind.has_run = True
@@ -360,7 +362,7 @@ class Stage:
         if not late.end:  # R has no slot to fill or to prove
             late.drop()
             return
-        # An operation may still write to what it saved last: R stops at the last slot only if a proof with these signatures found it safe.
+        # An operation may save a tensor and then write to it. So R stops right at its last slot only after a proof with these signatures.
         is_proved = self._stop is not Stop.AT_SLOT or late.last_signatures() == self._proved
         again = Recompute(
             late, self._stop if is_proved else Stop.AT_LAYER, detaches=not self.may_hold_outside <= self.kept
