@@ -5,7 +5,7 @@ from mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "a thread stays on the cores of a NUMA node",
-        "pipetrain/comm/numa.py",
+        "pipetrain/comm/device.py",
         "        os.sched_setaffinity(0, own)",
         "        pass",
         ("tests/comm/test_numa.py",),
