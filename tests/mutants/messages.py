@@ -54,7 +54,7 @@ MUTANTS = (
     ),
     Mutant(
         "who hosts the store leaves at once",
-        "pipetrain/comm/versions.py",
+        "pipetrain/comm/torch_distributed.py",
         '            store.wait(["read by all"], _STAYS)\n',
         "",
         ("tests/hosts/test_start_up.py", "-k", "stays"),
