@@ -30,7 +30,7 @@ ROOMS = {
     "models": 3821,
     "monitor": 3603,
     "optim": 305,
-    "plan": 3689,
+    "plan": 3683,
     "runtime": 4916,
     "schedule": 6100,
     "snapshot": 1509,
