@@ -21,7 +21,7 @@ MOST_LINES = 500
 # the figure down.
 ROOMS = {
     "__init__.py": 78,
-    "cli": 2767,
+    "cli": 2758,
     "comm": 4120,
     "config": 2110,
     "data": 2943,
