@@ -14,7 +14,7 @@ from typing import Any
 
 from pipetrain.monitor.lines import EventFile
 from pipetrain.train import main as train
-from pipetrain.trainer.reporting import FIRST_STEPS, Reports
+from pipetrain.trainer.steps import FIRST_STEPS, Reports
 
 
 class Cost:

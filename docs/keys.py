@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.help_keys import sentences
+from pipetrain.cli.main import sentences
 from pipetrain.config import records
 from pipetrain.config.schema import guarded_keys, keys, limits, phase_keys
 

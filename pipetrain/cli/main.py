@@ -1,4 +1,4 @@
-"""The `pipetrain` command: what a subcommand is, which one runs, how its result is printed, and one line if it fails.
+"""The `pipetrain` command: which subcommand runs, how its result is printed, the help on keys, and one line if it fails.
 
 Each subcommand is a file, which is loaded only when it is called. It loads torch only when it runs, so that the other commands start fast.
 """
@@ -6,17 +6,21 @@ Each subcommand is a file, which is loaded only when it is called. It loads torc
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
+import functools
 import gc
 import importlib
+import inspect
 import json
 import os
 import re
 import sys
 import tempfile
+import textwrap
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 
 from pipetrain import __version__
@@ -173,8 +177,6 @@ def _run(words: Sequence[str]) -> int:
     command.add_arguments(parser)
     parser.add_argument("--version", action="version", version=f"pipetrain {__version__}")
     if words[0] == "train" and {"-h", "--help"} & set(words):
-        from pipetrain.cli.help_keys import few_keys
-
         parser.epilog, parser.formatter_class = few_keys(), argparse.RawDescriptionHelpFormatter
     # `--json` alone must not take the next override as its file
     arguments = parser.parse_intermixed_args([f"--json={STDOUT}" if word == "--json" else word for word in words[1:]])
@@ -224,8 +226,6 @@ def all_overrides(arguments: Arguments) -> list[str]:
 def _told_instead(arguments: Arguments) -> str | None:
     """What `--help-keys` or `--cfg` asks for, in place of what the command does; None: neither."""
     if arguments.help_keys:
-        from pipetrain.cli.help_keys import all_keys
-
         return all_keys()
     if arguments.cfg is not None:
         from pipetrain.config.load import composed_yaml
@@ -250,3 +250,81 @@ def _run_benchmarks(folder: Path, words: Sequence[str]) -> int:
         module = importlib.import_module("benchmarks.command")
     code: int = module.main(words)
     return code
+
+
+# The keys, for the terminal -------------------------------------------------------------------------------------------
+
+_MOST_CHANGED = [
+    "steps",
+    "epochs",
+    "seed",
+    "precision",
+    "run_dir",
+    "resume",
+    "model.target",
+    "model.path",
+    "data.path",
+    "data.target",
+    "data.global_batch_size",
+    "data.sequence_length",
+    "pipeline.num_stages",
+    "pipeline.num_microbatches",
+    "pipeline.schedule",
+    "pipeline.balance",
+    "recompute.mode",
+    "recompute.sets",
+    "parallel.num_replicas",
+    "optim.learning_rate",
+    "snapshot.every_steps",
+]
+_WIDTH = 116  # of a line
+
+
+def sentences(record: type) -> dict[str, str]:
+    """The comment of each field of a record."""
+    source = inspect.getsource(record)
+    lines = source.splitlines()
+    found: dict[str, str] = {}
+    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            first = node.lineno - 1
+            while lines[first - 1].strip().startswith("#"):
+                first -= 1
+            comments = [line.partition("# ")[2] for line in lines[first : node.end_lineno] if "# " in line]
+            found[node.target.id] = " ".join(comments).strip()
+    return found
+
+
+def few_keys() -> str:
+    """The groups with their choices, and the keys that people change most."""
+    from pipetrain.config.load import choices
+
+    rows = [("groups", "")]
+    rows += [(f"  {group}=", ", ".join(names)) for group, names in choices().items()]
+    rows += [("keys (--help-keys lists all)", ""), *map(_row_of, _MOST_CHANGED)]
+    return _in_columns(rows)
+
+
+def all_keys() -> str:
+    """All keys, each with its sentence."""
+    from pipetrain.config.schema import keys
+
+    return _in_columns([_row_of(path) for path, kind in keys().items() if not is_dataclass(kind)])
+
+
+def _row_of(path: str) -> tuple[str, str]:
+    from pipetrain.config.records import RunConfig
+    from pipetrain.config.schema import keys
+
+    *groups, name = path.split(".")
+    record = functools.reduce(lambda above, group: keys(above)[group], groups, RunConfig)
+    return f"  {path}", sentences(record)[name].replace("None:", "null:")
+
+
+def _in_columns(rows: list[tuple[str, str]]) -> str:
+    most = max(len(left) for left, right in rows if right) + 2
+    texts = []
+    for left, right in rows:
+        first, *rest = textwrap.wrap(right, _WIDTH - most) or [""]
+        texts += [f"{left:<{most}}{first}".rstrip(), *(" " * most + line for line in rest)]
+    return "\n".join(texts) + "\n"

@@ -1,15 +1,25 @@
-"""`pipetrain train`: checks the configuration, then starts ranks on this machine, a SLURM job, or a sweep."""
+"""`pipetrain train`: checks the configuration, then starts ranks on this machine, a SLURM job, or a sweep.
+
+With plan=auto a run takes the first plan of `pipetrain plan`; its folder keeps the profile and the keys, which a resumed run uses again.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from pipetrain.cli.main import STDOUT, Arguments, Command, Parser, add_json, add_overrides, add_own, present, say
+from pipetrain.cli.plan_command import plan_of_config
+from pipetrain.cli.profile_command import ROUNDS, measure_profile
 from pipetrain.cli.report_command import reported
 from pipetrain.comm.address import is_rank
 from pipetrain.config.load import load_config
 from pipetrain.config.phases import naming_phase, phases_of
+from pipetrain.config.read_files import fitted, read_json
 from pipetrain.config.records import RunConfig
+from pipetrain.config.write_files import replace_file
 from pipetrain.engine.available import check_available
 from pipetrain.launcher.launch import check_not_a_slurm_task, launch
 from pipetrain.launcher.nodes import Nodes, choose_ranks_per_node, node_rank_in_slurm
@@ -17,11 +27,16 @@ from pipetrain.launcher.outcome import Exit, tell
 from pipetrain.launcher.slurm.job import check_commands, how_to_go_on, job_script, submit
 from pipetrain.models.hf.source import bring_model
 from pipetrain.monitor.claim import check_unclaimed
-from pipetrain.monitor.folder import check_free, choose_folder, reserve_folder
+from pipetrain.monitor.draw.table import size
+from pipetrain.monitor.folder import RunFolder, check_free, choose_folder, reserve_folder
 from pipetrain.monitor.trackers import check_trackers
+from pipetrain.plan.profile import Profile, read_profile
 from pipetrain.schedule.bound import proof_of
 from pipetrain.snapshot.start import AUTO, check_start
 from pipetrain.trainer.prepare import Run, prepare_phases
+
+# Keys that a planned run does not need, or has in another form.
+_SELF = ("plan", "plan.auto", "plan.profile", "run_dir")
 
 
 def _add_arguments(parser: Parser) -> None:
@@ -48,8 +63,6 @@ def _train(arguments: Arguments) -> int:
     notes: list[str] = []  # said once nothing is wrong
     config = load_config(arguments.overrides, notes.append)
     if config.plan.auto:
-        from pipetrain.cli.auto_plan import with_plan
-
         arguments.overrides = with_plan(config, arguments.overrides)
         config = load_config(arguments.overrides)
     becomes_a_job = config.cluster.name == "slurm" and config.cluster.rendezvous is None
@@ -65,6 +78,57 @@ def _train(arguments: Arguments) -> int:
         say(note)
     ranks_per_node = choose_ranks_per_node(config.cluster, config.pipeline, plan.num_ranks, plan.num_replicas)
     return (_submit_job if becomes_a_job else _start)(config, arguments, ranks_per_node)
+
+
+def with_plan(config: RunConfig, overrides: Sequence[str]) -> list[str]:
+    """The overrides of the run that `config` asks to plan: those that were typed, its folder, and the keys of the plan.
+
+    Raises:
+        ValueError: nothing fits the budget; ranks on several machines, which could not agree on one plan.
+    """
+    if config.cluster.name == "slurm" or config.cluster.num_nodes > 1:
+        raise ValueError(
+            "plan=auto: plans a run on this machine; for several type the keys that `pipetrain plan` prints"
+        )
+    typed = [text for text in overrides if text.partition("=")[0] not in _SELF]
+    before = _planned_before(config)
+    if before is not None:
+        return [
+            *typed,
+            *([] if config.run_dir is None else [f"run_dir={config.run_dir}"]),
+            *fitted(tuple[str, ...], read_json(before, "remove it to plan again")),
+        ]
+    if config.resume != AUTO:
+        check_free(config.run_dir)
+    folder = reserve_folder(config.run_dir, config.experiment)
+    if not folder.layers.is_file():
+        replace_file(folder.layers, _profile_of(config).as_json())
+    given = load_config([*typed, f"plan.profile={folder.layers}"])
+    planned = plan_of_config(given, typed)
+    if not planned.fitting:
+        raise ValueError(planned.refusal())
+    first = planned.fitting[0].candidate
+    replace_file(folder.planned, json.dumps(first.overrides) + "\n")
+    budget = config.plan.memory_budget_bytes
+    within = "" if budget is None else f", {size(first.peak_bytes)} of {size(budget)}"
+    say(f"plan=auto: step {first.step_seconds:.3g} s predicted{within}: {' '.join(first.overrides)}")
+    return [*typed, f"run_dir={folder.path}", *first.overrides]
+
+
+def _profile_of(config: RunConfig) -> Profile:
+    """The layers of `plan.profile`, else measured now."""
+    if config.plan.profile is not None:
+        return read_profile(config.plan.profile)
+    say("plan=auto: measuring the layers; plan.profile=FILE takes a file of `pipetrain profile` instead")
+    return measure_profile(config, ROUNDS)
+
+
+def _planned_before(config: RunConfig) -> Path | None:
+    """The keys of the run that this one resumes, if that was planned."""
+    folders = [Path(config.run_dir)] if config.resume == AUTO and config.run_dir is not None else []
+    if config.resume not in (None, AUTO):
+        folders = list(Path(str(config.resume)).resolve().parents)
+    return next((path for path in (RunFolder(folder).planned for folder in folders) if path.is_file()), None)
 
 
 def check_train(config: RunConfig) -> Run:

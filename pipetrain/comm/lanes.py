@@ -5,6 +5,11 @@ Every crossing between lanes has the same three moments:
     with lanes.on(lane, waits, op): [1] wait   for the ops that must have ended (a stream waits for their events)
         with lanes.timed(lane, op): [2] run    the op, in a range of its name for torch's profiler
                                     [3] record that it has ended (an event on the stream)
+
+And where the time of the thread that computes goes between two ops: it runs, it waits for a message, or it does neither.
+
+op ── runs ── waits: no message is there ── neither ── runs ── next op
+                                            │ ready to run, and not run: the machine runs others, or another thread has Python's lock
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import _profiler_enabled
@@ -22,7 +27,6 @@ from torch.profiler import record_function
 from pipetrain.comm.ahead import Ahead
 from pipetrain.comm.device import HIGH, LOW, Device, Event, Stream, device_of
 from pipetrain.comm.device_clock import StepClock
-from pipetrain.comm.host_time import HostTime, Lap
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Lane, Op, Queue, queue_of
 
@@ -41,6 +45,35 @@ class Recording:
     events: Callable[[], tuple[OpEvent, ...]]
     has_ended: Callable[[], bool]
     error_seconds: Callable[[], float]
+
+
+class Lap(NamedTuple):
+    """Seconds of the thread between two ops, which add up to all that passed."""
+
+    ran: float
+    waited: float
+    stalled: float
+
+
+class HostTime:
+    """The clocks of the thread that calls."""
+
+    def __init__(self) -> None:
+        self._at = self._ran = self._waited = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within it the thread waits for a message."""
+        begun, ran = time.perf_counter(), time.thread_time()
+        yield
+        self._waited += time.perf_counter() - begun - (time.thread_time() - ran)
+
+    def lap(self, now: float) -> Lap:
+        """What passed since the last call; `now` is by `time.perf_counter`."""
+        ran_until = time.thread_time()
+        ran, passed, waited = ran_until - self._ran, now - self._at, self._waited
+        self._at, self._ran, self._waited = now, ran_until, 0.0
+        return Lap(ran, waited, max(passed - ran - waited, 0.0))
 
 
 class Lanes:

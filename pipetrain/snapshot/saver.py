@@ -7,34 +7,85 @@ Weights and optimizer state stay as they are until the next optimizer step, so t
 
 Ranks agree in `save` and `poll` only, on the main thread, so a save needs no communication of its own. Nothing that
 goes wrong here ends the training: the error is shown, and the older snapshots are not touched.
+
+Tensors are copied to host memory first (`Image`), so that training may change them, then written as a safetensors file.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from pipetrain.comm.device import Device, Stream, device_of
 from pipetrain.snapshot import files as folders
-from pipetrain.snapshot.files import ALWAYS, STATE, Part, rank_path
+from pipetrain.snapshot.files import ALWAYS, FILE_MODE, STATE, Part, rank_path
 from pipetrain.snapshot.manifest import FileRecord, record_of, write_manifest
 from pipetrain.snapshot.state import RunState
-from pipetrain.snapshot.tensors import Image
 
 Agree = Callable[[int], int]  # collective: the largest number that any rank gave
 _LONGEST_PAUSE = 8  # polls
 _LONG_AFTER = 32  # polls after all is written, when a snapshot has long had its name
+
+
+class Image:
+    """Copies of tensors in host memory, which serves again for tensors of the same names, dtypes and shapes.
+
+    Args:
+        pinned: whether copies from a GPU are to arrive without a stop on the way.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], *, pinned: bool = False) -> None:
+        self._copies = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned) for name, tensor in tensors.items()
+        }
+
+    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether `copy` can take them."""
+        return self._copies.keys() == tensors.keys() and all(
+            (copy.shape, copy.dtype) == (tensors[name].shape, tensors[name].dtype)
+            for name, copy in self._copies.items()
+        )
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy tensors of any device; those of a GPU have arrived when the current stream has done what it was given."""
+        for name, copy in self._copies.items():
+            copy.copy_(tensors[name].detach(), non_blocking=True)
+
+    def write(self, folder: Path, path: str) -> FileRecord:
+        """A new file, on the disk when this returns. Raises OSError: it cannot be written; ValueError: a dtype that the format has not."""
+        try:
+            save_file(self._copies, folder / path)
+        except KeyError as error:  # of a dtype that the format has not
+            (dtype,) = error.args
+            name = next(name for name, copy in self._copies.items() if copy.dtype == dtype)
+            raise ValueError(f"{name} has dtype {dtype}, which a snapshot cannot hold") from error
+        except SafetensorError as error:
+            found = re.search(r"os error (\d+)", str(error))
+            code = int(found[1]) if found else errno.EIO
+            raise OSError(code, os.strerror(code) if found else str(error)) from error
+        (folder / path).chmod(FILE_MODE)
+        # The disk is waited for while the checksum is made, which reads what is still in memory.
+        with (folder / path).open("rb") as file, ThreadPoolExecutor(1, "sync") as thread:
+            synced = thread.submit(os.fsync, file.fileno())
+            record = record_of(folder, path)
+            synced.result()
+        return record
 
 
 class _Progress(IntEnum):

@@ -4,15 +4,21 @@ engine.step ── accepted ──► figures ──► held-out evaluation ─�
      │ refused: diagnose, keep the batch, then
      ▼
 stop    or    go on with the next batch    or    roll back: an older step comes again, with another batch
+
+Loss, learning rate and gradient norm are known on every rank and written after each step. Events go up the chain of ranks and are taken
+apart and drawn by rank 0: after the first steps, then after every n-th. Rank 0 fixes n once, by what the first reports cost.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import math
 import signal
+import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -46,7 +52,9 @@ from pipetrain.plan.plan import Plan
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.snapshot.session import Snapshots
 from pipetrain.trainer.guard import Action, Guard, Incident, advice_on_stop, explain, folder_of, write_incident
-from pipetrain.trainer.reporting import Reports
+
+FIRST_STEPS = 10  # all of which report: this is where a run goes wrong or settles
+MOST_SHARE = 0.01  # of the time of steps, which reports may cost
 
 
 class Tokens(NamedTuple):
@@ -144,6 +152,40 @@ class PhaseSteps:
 def phase_of(phases: Sequence[PhaseSteps], step: int) -> PhaseSteps:
     """The phase of `step`; past the end of the run the last one."""
     return next(phase for phase in reversed(phases) if phase.first_step <= step)
+
+
+class Reports:
+    """One per rank; `agree` gives the largest number that any rank gave. `is_first`: whether it is rank 0, whose clock counts."""
+
+    def __init__(self, agree: Callable[[int], int], *, is_first: bool) -> None:
+        self.every: int | None = None  # None: not fixed yet
+        self._agree = agree
+        self._is_first = is_first
+        self._cost = 0.0  # of this step
+        self._costs: list[float] = []
+        self._steps: list[float] = []
+
+    def are_due(self, step: int) -> bool:
+        """Whether the ranks report `step`; the same on every rank."""
+        return self.every is None or step % self.every == 0
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around what a report costs: the time that this thread computes, because it would wait for the other ranks anyway."""
+        before = time.thread_time()
+        yield
+        self._cost += time.thread_time() - before
+
+    def end_step(self, seconds: float) -> None:
+        """A step took so long. Collective after the last of the first ones."""
+        cost, self._cost = self._cost, 0.0
+        if self.every is not None:
+            return
+        self._costs.append(cost)
+        self._steps.append(seconds)
+        if len(self._steps) == FIRST_STEPS:
+            share = statistics.median(self._costs) / max(statistics.median(self._steps), 1e-9)
+            self.every = self._agree(max(1, math.ceil(share / MOST_SHARE)) if self._is_first else 0)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipetrain.comm.numa import cores_of_node, on_cores
+from pipetrain.comm.device import cores_of_node, on_cores
 
 ADDRESS = "0000:1b:00.0"
 

@@ -91,7 +91,7 @@ def _run(roles: dict[int, tuple[Callable[..., None], int]], num_ranks: int) -> d
 
 def _play_versions(store: Any, absent: set[int], *, with_verdict: bool) -> None:
     """What ranks that are not there would have left when all compare their versions; rank 0 reads it."""
-    from pipetrain.comm.versions import own_versions
+    from pipetrain.comm.torch_distributed import own_versions
 
     prefix = "attempt-0/start-0/pipetrain/versions"
     if with_verdict:

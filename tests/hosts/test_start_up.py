@@ -15,11 +15,10 @@ from ranks import PATIENCE_SECONDS
 from small_text import make_text
 from torch.distributed import PrefixStore, TCPStore
 
-from pipetrain.comm import address, versions
+from pipetrain.comm import address, torch_distributed
 from pipetrain.comm.address import Unreachable, check_a_port_is_free, interface_to, listener_at, wait_for
 from pipetrain.comm.failure import PipelineError
-from pipetrain.comm.torch_distributed import store_of_this_attempt
-from pipetrain.comm.versions import Versions, check_same, own_versions
+from pipetrain.comm.torch_distributed import Versions, check_same, own_versions, store_of_this_attempt
 
 
 def taken() -> socket.socket:
@@ -174,7 +173,7 @@ def test_who_hosts_the_store_stays_until_all_have_read(monkeypatch: pytest.Monke
                 decided.set()
             super().wait(*args)
 
-    monkeypatch.setattr(versions, "PrefixStore", Ordered)
+    monkeypatch.setattr(torch_distributed, "PrefixStore", Ordered)
     stores = [
         TCPStore(
             "127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE_SECONDS)

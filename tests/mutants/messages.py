@@ -5,7 +5,7 @@ from mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "a thread stays on the cores of a NUMA node",
-        "pipetrain/comm/numa.py",
+        "pipetrain/comm/device.py",
         "        os.sched_setaffinity(0, own)",
         "        pass",
         ("tests/comm/test_numa.py",),
@@ -54,7 +54,7 @@ MUTANTS = (
     ),
     Mutant(
         "who hosts the store leaves at once",
-        "pipetrain/comm/versions.py",
+        "pipetrain/comm/torch_distributed.py",
         '            store.wait(["read by all"], _STAYS)\n',
         "",
         ("tests/hosts/test_start_up.py", "-k", "stays"),

@@ -5,7 +5,7 @@ from mutants.mutant import Mutant
 MUTANTS = (
     Mutant(
         "a disk that refuses a snapshot's file is not heard",
-        "pipetrain/snapshot/tensors.py",
+        "pipetrain/snapshot/saver.py",
         "            synced.result()\n",
         "",
         ("tests/snapshot/test_saver.py", "-k", "does_not_reach_the_disk"),
@@ -96,14 +96,14 @@ MUTANTS = (
     ),
     Mutant(
         "events go up the chain after each step, whatever it costs",
-        "pipetrain/trainer/reporting.py",
+        "pipetrain/trainer/steps.py",
         "math.ceil(share / MOST_SHARE)",
         "1",
         ("tests/train/test_reporting.py", "-k", "tenth"),
     ),
     Mutant(
         "each rank fixes by itself when it reports",
-        "pipetrain/trainer/reporting.py",
+        "pipetrain/trainer/steps.py",
         " if self._is_first else 0)",
         ")",
         ("tests/train/test_reporting.py", "-k", "rank_0_says"),

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from random_plans import random_profile
 
-from pipetrain.cli import auto_plan
-from pipetrain.cli.auto_plan import with_plan
+from pipetrain.cli import train_command
+from pipetrain.cli.train_command import with_plan
 from pipetrain.config.load import load_config
 from pipetrain.monitor.folder import RunFolder
 from pipetrain.plan.profile import Profile, read_profile
@@ -37,7 +37,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Profile]:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(auto_plan, "measure_profile", measure)
+    monkeypatch.setattr(train_command, "measure_profile", measure)
     return found
 
 

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from torch import nn
 
 from pipetrain import Pipeline
-from pipetrain.comm.host_time import HostTime
+from pipetrain.comm.lanes import HostTime
 from pipetrain.schedule.op import Kind
 
 

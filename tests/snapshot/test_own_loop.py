@@ -24,9 +24,9 @@ from pipetrain import Pipeline
 from pipetrain.config.records import RunConfig
 from pipetrain.snapshot import saver as saver_module
 from pipetrain.snapshot.files import path_of, steps_in
+from pipetrain.snapshot.saver import Image
 from pipetrain.snapshot.session import Snapshots
 from pipetrain.snapshot.state import tensors_of
-from pipetrain.snapshot.tensors import Image
 
 SAVED_AT, MORE = 3, 10
 EXTRA = {"best": 0.1 + 0.2, "names": ["a", "ü"], "none": None, "nested": {"flag": True, "big": 2**70}}

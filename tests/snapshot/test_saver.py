@@ -21,10 +21,9 @@ from pipetrain.snapshot import saver as saver_module
 from pipetrain.snapshot.files import path_of, steps_in
 from pipetrain.snapshot.manifest import check_whole
 from pipetrain.snapshot.reader import Snapshot
-from pipetrain.snapshot.saver import Saver
+from pipetrain.snapshot.saver import Image, Saver
 from pipetrain.snapshot.start import newest_whole
 from pipetrain.snapshot.state import Part, tensors_of
-from pipetrain.snapshot.tensors import Image
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 

@@ -11,8 +11,8 @@ import pytest
 from pipetrain.config.load import load_config
 from pipetrain.launcher.outcome import Exit
 from pipetrain.train import train
-from pipetrain.trainer import reporting
-from pipetrain.trainer.reporting import FIRST_STEPS, Reports
+from pipetrain.trainer import steps
+from pipetrain.trainer.steps import FIRST_STEPS, Reports
 
 
 def computes(seconds: float) -> None:
@@ -65,7 +65,7 @@ def test_another_rank_does_as_rank_0_says() -> None:
 def test_between_two_reports_the_figures_that_each_rank_knows_are_written(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reporting, "MOST_SHARE", 1e-9)
+    monkeypatch.setattr(steps, "MOST_SHARE", 1e-9)
     phases = "phases=[{from:0},{from:14,recompute:{mode:never}}]"
     run = [
         "experiment=smoke",

@@ -18,10 +18,9 @@ from pipetrain.launcher.outcome import Exit
 from pipetrain.snapshot import saver as saver_module
 from pipetrain.snapshot.files import path_of, steps_in
 from pipetrain.snapshot.reader import Snapshot
-from pipetrain.snapshot.saver import Saver
+from pipetrain.snapshot.saver import Image, Saver
 from pipetrain.snapshot.session import Snapshots
 from pipetrain.snapshot.state import Part, RunState, Tensors
-from pipetrain.snapshot.tensors import Image
 
 OPTIONS = "data=text experiment=smoke pipeline.num_stages=1 observe.progress=false steps=4 snapshot.every_steps=1"
 
@@ -72,7 +71,7 @@ def test_weights_do_not_change_before_they_are_copied(tmp_path: pathlib.Path, mo
     for step, parts in given.items():
         snapshot = Snapshot(path_of(folder, step))
         for part, tensors in parts.items():
-            read = snapshot.tensors(part)
+            read = snapshot.saver(part)
             assert all(torch.equal(read[name], value) for name, value in tensors.items())
 
 
