@@ -71,7 +71,7 @@ def test_weights_do_not_change_before_they_are_copied(tmp_path: pathlib.Path, mo
     for step, parts in given.items():
         snapshot = Snapshot(path_of(folder, step))
         for part, tensors in parts.items():
-            read = snapshot.saver(part)
+            read = snapshot.tensors(part)
             assert all(torch.equal(read[name], value) for name, value in tensors.items())
 
 
