@@ -110,7 +110,7 @@ LAUNCHED_AHEAD = f"""\
 """
 
 GIVEN_INSIDE = """\
-        if entry.writes is not None:  # before the op ends: what it gives may have to be copied
+        if entry.writes is not None:  # before the op ends, because this may copy the output
             self._given[entry.writes] = _crossed(stage, output, given)  # [3]
 """
 GIVEN_OUTSIDE = """\
