@@ -17,10 +17,9 @@ from pipetrain.config.load import load_config
 from pipetrain.config.phases import phases_of
 from pipetrain.config.records import RunConfig
 from pipetrain.launcher.outcome import Exit
-from pipetrain.monitor.draw.page import html, ranks_table, schedules_table
+from pipetrain.monitor.draw.page import html, mesh_html, ranks_table, schedules_table
 from pipetrain.monitor.draw.svg import svg
-from pipetrain.monitor.draw.terminal import legend, staircase
-from pipetrain.monitor.mesh_drawing import MeshShown, draw_mesh, mesh_html
+from pipetrain.monitor.draw.terminal import MeshShown, draw_mesh, legend, staircase
 from pipetrain.monitor.shown import Shown, chrome_trace
 from pipetrain.plan.profile import read_profile
 from pipetrain.schedule.csv_file import write_csv

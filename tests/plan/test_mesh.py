@@ -17,7 +17,7 @@ from pipetrain.config.together import check_run
 from pipetrain.data.tokenizer import ByteTokenizer
 from pipetrain.models.size import shapes_per_layer, transformer_size
 from pipetrain.models.spec import make_spec
-from pipetrain.monitor.mesh_drawing import MeshShown, draw_mesh
+from pipetrain.monitor.draw.terminal import MeshShown, draw_mesh
 from pipetrain.plan.mesh import (
     ACTIVATIONS,
     GRADIENTS,

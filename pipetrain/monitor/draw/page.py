@@ -17,6 +17,7 @@ from pipetrain.config.terminal import printable
 from pipetrain.monitor.breakdown import RankBreakdown
 from pipetrain.monitor.draw.drawing import CAUSES, drawing_data, panel_of
 from pipetrain.monitor.draw.table import Table, number, size
+from pipetrain.monitor.draw.terminal import MeshShown, mesh_grid, mesh_notes, mesh_table
 from pipetrain.monitor.report import RunReport, in_a_line, remarks, report_parts
 from pipetrain.monitor.residuals import residuals
 from pipetrain.monitor.shown import Shown
@@ -130,6 +131,13 @@ def paragraph(text: str) -> str:
 def framed(table: Table) -> str:
     """A table that scrolls where the window is narrower."""
     return f'<div class="table">{table.as_html()}</div>'
+
+
+def mesh_html(shown: MeshShown) -> str:
+    """Part of a page."""
+    drawn = f"<pre>{escape(mesh_grid(shown.mesh))}</pre>"
+    notes = map(paragraph, mesh_notes(shown))
+    return "\n".join([heading(shown.title), drawn, framed(mesh_table(shown.mesh)), *notes])
 
 
 def tables_html(sections: Iterable[Section]) -> str:
