@@ -1,10 +1,10 @@
 """Finds out, in the first microbatch of a kind of step, whether a layer can be recomputed: R must do what F did, and leave nothing behind.
 
-A copy of the layer (it shares the trained parameters), with its seed and a copy of its input, runs before F, and again after F if a proof follows.
+A copy of the layer (it shares the trained parameters) runs before F, and again after F if a proof follows. Some layers cannot be copied.
 
     before F   [1] does it take a gradient inside its forward? Hooks would prevent that, so the layer is kept and runs without hooks
     after F    [2] does it save other tensors or values than F did?  [3] does it change its attributes? Then the layer is kept
-               [4] does memory stay allocated besides its output and its saved tensors? R's graph may hold it, so slots get detached tensors
+               [4] does its graph hold memory besides output and saved tensors? Then R detaches what fills slots, so that its graph is freed
 
 The proof (`proof.py`) compares R itself with F, and raises an error. The copy finds differences before R, so the layer can be kept.
 """
@@ -155,7 +155,7 @@ class LayerInspection:
         self._given = [(leaf, own_traces(leaf)) for leaf in objects]
         self._own, self._outer = own_traces(self._layer), outer_traces(self._layer)
         self._rebinds = rebound_outside(self._layer)  # variables outside; a copy would rebind them, too
-        # If no R follows, F may change frozen weights. So that the copy of the layer does not change them too, it gets copies of them.
+        # If no R follows, F may change frozen weights. A copy that shared them would change them a second time, so it gets its own.
         shared = [one for one in stage.state.parameters if one.requires_grad or not look.late.keep]
         # A layer that can change objects outside of itself gets no copy: the copy would change these objects, too.
         self._twin: Any = None if self._rebinds or holds_outside(self._layer) else _twin_of(self._layer, shared)
@@ -228,7 +228,7 @@ class LayerInspection:
                 buffer.data = values.clone()
 
     def _late_buffers(self) -> Look:
-        """Checksums of buffers that the first run registers. F made no copies of them, so R would read the values of a later F."""
+        """Checksums of buffers that the copy's first run registers. Nobody copied such a buffer before F, so R would read a later F's values."""
         named = self._twin.named_buffers() if isinstance(self._twin, nn.Module) else ()
         return {name: checksum([buffer.cpu()]) for name, buffer in named if name not in self._buffer_names}
 

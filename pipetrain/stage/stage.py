@@ -88,8 +88,8 @@ class Stage:
         self._entry = Entry(self._anchor, self._title, self.name_of, len(self.indices) - 1, loss_fn is not None)
         # Layers whose graph in R may hold memory besides saved tensors. An inspection that finds none takes the layer out.
         self.may_hold_outside = set(range(len(self.indices)))
-        self._stop = Stop.AT_LAYER  # where R may end; the first proof replaces this value
-        # The signatures of what the last layer saved in the proof that set `_stop`.
+        self._stop = Stop.AT_LAYER  # where R may end; the first proof replaces this value, later ones may raise it
+        # The signatures of what the last layer saved in the last proof.
         self._proved: Sequence[Signature] = ()
         self._kinds: dict[Hashable, MicrobatchKind] = {}
         self._versions: list[int] | None = None  # of the parameters, at the first F of this step; None between steps
@@ -266,7 +266,7 @@ class Stage:
             refuse_gradient_inside(late, self.name_of, number)
         if look is not None:
             look.after(number)
-        # R runs none of several kept layers in a row. It continues from a copy of the output of the last one.
+        # If several kept layers follow each other, R runs none of them: it continues from a copy of the last one's output.
         if held.given is not None and number in late.whole and number + 1 not in late.whole:
             held.passed[number] = Passed.of(output)
 
@@ -362,7 +362,7 @@ class Stage:
         if not late.end:  # R has no slot to fill or to prove
             late.drop()
             return
-        # An operation may save a tensor and then write to it. So R stops right at its last slot only after a proof with these signatures.
+        # An operation may save a tensor and then write to it. R stops right at its last slot only if a proof had these signatures, `_proved`.
         is_proved = self._stop is not Stop.AT_SLOT or late.last_signatures() == self._proved
         again = Recompute(
             late, self._stop if is_proved else Stop.AT_LAYER, detaches=not self.may_hold_outside <= self.kept
