@@ -4,7 +4,8 @@ A copy of the layer (it shares the trained parameters) runs before F, and again 
 
     before F   [1] does it take a gradient inside its forward? Hooks would prevent that, so the layer is kept and runs without hooks
     after F    [2] does it save other tensors or values than F did?  [3] does it change its attributes? Then the layer is kept
-               [4] does its graph hold memory besides output and saved tensors? Then R detaches what fills slots, so that its graph is freed
+               [4] does its graph hold more memory than its output and saved tensors? F's graph then keeps that memory until B (a warning
+                   says so), but R's graph does not: R detaches the tensors that it puts into slots
 
 The proof (`proof.py`) compares R itself with F, and raises an error. The copy finds differences before R, so the layer can be kept.
 """
@@ -45,8 +46,7 @@ if TYPE_CHECKING:
     from pipetrain.stage.stage import Stage
 
 _INSIDE = "takes a gradient inside its forward"
-# No warning for fewer bytes than this per microbatch. A torch.utils.checkpoint inside a layer keeps 5 kB: generator states.
-_LITTLE_BYTES = 1 << 16
+_LITTLE_BYTES = 1 << 16  # per microbatch: no warning of less. A torch.utils.checkpoint inside a layer keeps 5 kB
 
 
 class FirstLook:
@@ -155,7 +155,7 @@ class LayerInspection:
         self._given = [(leaf, own_traces(leaf)) for leaf in objects]
         self._own, self._outer = own_traces(self._layer), outer_traces(self._layer)
         self._rebinds = rebound_outside(self._layer)  # variables outside; a copy would rebind them, too
-        # If no R follows, F may change frozen weights. A copy that shared them would change them a second time, so it gets its own.
+        # If no R follows, F may change frozen weights. So the copy of the layer has frozen weights of its own, and shares the trained ones.
         shared = [one for one in stage.state.parameters if one.requires_grad or not look.late.keep]
         # A layer that can change objects outside of itself gets no copy: the copy would change these objects, too.
         self._twin: Any = None if self._rebinds or holds_outside(self._layer) else _twin_of(self._layer, shared)
@@ -223,7 +223,7 @@ class LayerInspection:
     def _put_buffers_back(self) -> None:
         """Give the copy's buffers the values that they had before F."""
         for module, name, buffer, values in self._buffers:
-            # If the first run put a new buffer in its place, leave that one: F did so in the layer, and R will read the new one.
+            # A buffer that the first run has replaced stays replaced: F replaced the layer's buffer too, and R will read the new one.
             if module._buffers.get(name) is buffer:
                 buffer.data = values.clone()
 

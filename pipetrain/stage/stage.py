@@ -362,7 +362,7 @@ class Stage:
         if not late.end:  # R has no slot to fill or to prove
             late.drop()
             return
-        # An operation may save a tensor and then write to it. R stops right at its last slot only if a proof had these signatures, `_proved`.
+        # An operation may save a tensor and then write to it. So R stops right at the last slot only if the signatures are those of a proof.
         is_proved = self._stop is not Stop.AT_SLOT or late.last_signatures() == self._proved
         again = Recompute(
             late, self._stop if is_proved else Stop.AT_LAYER, detaches=not self.may_hold_outside <= self.kept
