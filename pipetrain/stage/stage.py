@@ -129,11 +129,11 @@ class Stage:
     ) -> StageOutput:
         """Run F with a graph. With a loss, the output is the weighted loss.
 
-        `keep`: no R will run. `prove`: F keeps the set although R will run, and R is compared with it. `has_backward`: B will be called; it
+        `keep`: no R will run. `prove`: R will run and be compared with F, so F keeps its set, too. `has_backward`: B will be called; it
         does nothing if the output needs no gradient. `split`: the backward will run as I and W. `witness`: checksums of the tensors that F
         and R save are compared. `moves`: the kept set goes to host memory, and comes back before its B (`host_set`).
 
-        Raises SavedTensorChanged, RecomputeMismatch (a layer changes an attribute), LayerRefused, StateChanged, ValueError (the loss has no
+        Raises SavedTensorChanged, RecomputeMismatch (a layer begins to change an attribute), LayerRefused, StateChanged, ValueError (the loss has no
         gradient or is no scalar; a layer uses another stage's parameter, or another stage's tensor that needs a gradient).
         """
         assert microbatch not in self._held, f"stage {self.index} runs F{microbatch} twice"
