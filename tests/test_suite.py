@@ -87,6 +87,16 @@ def test_a_turn_has_a_share_of_the_slow_tests_and_all_that_need_root(tmp_path: p
     assert f"{len(names) - len(found)} deselected" in done.splitlines()[-1]
 
 
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "tests/README.md"])
+def test_the_command_for_one_test_selects_one(page: str) -> None:
+    command = re.search(r"pytest (tests/\S+\.py) -k (\w+)", (TESTS.parent / page).read_text())
+    assert command is not None
+    path, word = command.groups()
+    assert re.search(rf"^def test_\w*{word}", (TESTS.parent / path).read_text(), re.MULTILINE), (
+        f"{path} has no test of {word!r}"
+    )
+
+
 LEAVES = """
 import os, pathlib, subprocess, sys, tempfile
 
