@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from left_over import Watch
-from shares import ROOT, SLURM_FILES, changed_files, in_turn, this_turn
+from shares import ROOT, changed_files, in_turn, runs_always, this_turn
 
 # Equality bit for bit is promised for one thread: a sum over several has another order.
 # Said before anybody loads torch, whatever the user's own environment says.
@@ -66,20 +66,22 @@ def pytest_pycollect_makeitem(name: str) -> Generator[None, Any, Any]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what has no turn in this run. Tests that need root's rights have: CI is where they can be. Those of a SLURM cluster,
-    which take minutes, take turns unless SLURM_FILES have changed."""
+    """Leaves out what has no turn in this run."""
     num_turns = config.getoption("--turns")
     if num_turns == 1:
         return
     slow = [item for item in items if item.get_closest_marker("slow")]
     files = changed_files()
-    slurm_changed = any(file.startswith(SLURM_FILES) for file in files)
-    with_root = [
+    always = [
         item
         for item in slow
-        if item.get_closest_marker("root") and (slurm_changed or not item.get_closest_marker("slurm"))
+        if runs_always(
+            needs_root=item.get_closest_marker("root") is not None,
+            is_slurm=item.get_closest_marker("slurm") is not None,
+            files=files,
+        )
     ]
-    due = with_root + in_turn([item for item in slow if item not in set(with_root)], num_turns, this_turn())
+    due = always + in_turn([item for item in slow if item not in set(always)], num_turns, this_turn())
     changed = [item for item in slow if os.path.relpath(item.path, ROOT) in files and item not in set(due)]
     for item in changed:
         item.stash[_in_time] = True

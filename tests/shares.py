@@ -30,6 +30,12 @@ def in_turn(rows: Sequence[Row], num_turns: int, turn: int) -> list[Row]:
     return list(rows[turn % num_turns :: num_turns])
 
 
+def runs_always(*, needs_root: bool, is_slurm: bool, files: frozenset[str]) -> bool:
+    """Whether a slow test runs in every turn. CI has the rights of root, so tests that need them do; those of a SLURM cluster, which take
+    minutes, only if one of SLURM_FILES is among the changed `files`."""
+    return needs_root and (not is_slurm or any(file.startswith(SLURM_FILES) for file in files))
+
+
 def this_turn() -> int:
     """How many commits lead to this one."""
     return int(_git("rev-list", "--count", "HEAD"))

@@ -10,7 +10,7 @@ import sys
 import pytest
 from left_over import OTHERS
 from mutants.table import MUTANTS
-from shares import SLURM_FILES, changed_files, in_turn
+from shares import changed_files, in_turn, runs_always
 
 TESTS = pathlib.Path(__file__).parent
 SKIPPED = """
@@ -74,17 +74,27 @@ def test_a_turn_has_a_share_of_the_slow_tests_and_all_that_need_root(tmp_path: p
     (tmp_path / "test_many.py").write_text(SLOW)
     done = pytest_in(tmp_path, "-v", "--turns=3")
     ran = {line.split()[0].partition("::")[2] for line in done.splitlines() if " PASSED" in line}
-    # A real change of the launcher's files lets all jobs run.
-    slurm_changed = any(file.startswith(SLURM_FILES) for file in changed_files())
-    names = [
-        *(f"test_slow[{row}]" for row in range(7)),
-        *(() if slurm_changed else (f"test_cluster[{job}]" for job in range(6))),
-    ]
-    found = [names.index(name) for name in names if name in ran]
-    assert found == list(range(found[0], len(names), 3)), done
+    due = [f"test_slow[{row}]" for row in range(7)]
+    jobs = [f"test_cluster[{job}]" for job in range(6)]
+    if runs_always(needs_root=True, is_slurm=True, files=changed_files()):
+        assert ran >= set(jobs)
+    else:
+        due += jobs
+    found = [due.index(name) for name in due if name in ran]
+    assert found == list(range(found[0], len(due), 3)), done
     assert ran >= {"test_slow_with_rights", "test_quick"}
-    assert len({name for name in ran if "cluster" in name}) == (6 if slurm_changed else 2)
-    assert f"{len(names) - len(found)} deselected" in done.splitlines()[-1]
+    assert f"{len(due) - len(found)} deselected" in done.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("file", "runs"),
+    [("pipetrain/launcher/launch.py", True), ("launch/env.sh", True), ("pipetrain/stage/stage.py", False)],
+)
+def test_tests_of_a_cluster_run_if_the_launcher_changed(file: str, runs: bool) -> None:
+    files = frozenset({"README.md", file})
+    assert runs_always(needs_root=True, is_slurm=True, files=files) == runs
+    assert runs_always(needs_root=True, is_slurm=False, files=files)
+    assert not runs_always(needs_root=False, is_slurm=False, files=files)
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "tests/README.md"])
