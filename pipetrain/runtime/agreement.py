@@ -22,8 +22,7 @@ from pipetrain.comm.group import Group
 from pipetrain.comm.own_device import identity_of
 from pipetrain.comm.transport import NCCL, carrier_of
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.arguments import check_batch
-from pipetrain.runtime.cut import Counted, cut, num_rows, row_counts, rows_fault, weights_of
+from pipetrain.runtime.cut import Counted, checked_rows, cut, row_counts, rows_fault, weights_of
 from pipetrain.schedule.op import Op
 from pipetrain.stage.layer_state import modules_below, parameters_in
 from pipetrain.stage.segments import AnyStage
@@ -128,6 +127,7 @@ class Call:
     signature: int  # the same for calls of the same kind and shapes
     first_backward: int
     described: tuple[bool, bool]
+    forms: dict[Op, Form]  # of messages in calls with this signature; messages that carry their form fill them in
     idle: frozenset[int] = frozenset()
     weights: list[float] | None = None
     left: tuple[tuple[int, str, int], ...] = ()  # tensors that a stage leaves for other stages (`runtime/skips.py`)
@@ -164,10 +164,6 @@ class Calls:
         self._told: dict[tuple[int, int], tuple[int, frozenset[int]]] = {}
         self._trainable: dict[int, list[bool]] = {}  # of this rank's stages, which parameters need a gradient
         self._num_changes = 0  # of `requires_grad` of parameters, and of plain values in the inputs
-
-    def forms(self, call: Call) -> dict[Op, Form]:
-        """The forms of messages in calls with this signature. Messages that carry their form, as `described` says, fill them in."""
-        return self._forms.setdefault(call.signature, {})
 
     def agree(
         self,
@@ -235,8 +231,7 @@ class Calls:
         try:
             if mistake:
                 raise ValueError(mistake)
-            rows = num_rows(inputs, "inputs")
-            check_batch(inputs, "inputs", rows, with_graph=kind == "step")
+            rows = checked_rows(inputs, "inputs", with_graph=kind == "step")
             if not rows:
                 found = "inputs" if inputs is None else "rows"
                 where = f"on {self._monitor.name}, which holds the first stage"
@@ -247,11 +242,17 @@ class Calls:
         except (ValueError, TypeError) as error:
             return {"error": str(error)[:_LONGEST_ERROR]}
         leaves, spec = pytree.tree_flatten(inputs)
-        shapes = [(one.shape, one.dtype, one.stride()) if isinstance(one, Tensor) else type(one) for one in leaves]
-        autocast = [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")]
-        key = (kind, wanted, is_training, *autocast, *shapes, str(spec))
-        number = self._signatures.setdefault(key, len(self._signatures))
-        values = repr([leaf for leaf in leaves if not isinstance(leaf, Tensor) and is_plain(leaf)])
+        key, plain = [kind, wanted, is_training, str(spec)], list[Any]()
+        for device in ("cpu", "cuda"):
+            key += (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                key.append((leaf.shape, leaf.dtype, leaf.stride()))
+                continue
+            key.append(type(leaf))
+            plain += [leaf] if is_plain(leaf) else []
+        number = self._signatures.setdefault(tuple(key), len(self._signatures))
+        values = repr(plain)
         self._num_changes += self._values.setdefault(number, values) != values
         self._values[number] = values
         return {"error": None, "rows": rows, "num_microbatches": wanted, "signature": number}
@@ -272,28 +273,28 @@ class Calls:
     def _look_at_parameters(self) -> int:
         """Count a change if `requires_grad` of this rank's parameters is not as in the last call. Returns the first of this rank's stages
         with a parameter that needs a gradient, `num_stages` if there is none."""
-        stages = self._stages.items()
-        trainable = {i: list(map(_REQUIRES_GRAD, parameters_in(modules_below(one.layers)))) for i, one in stages}
+        trainable, first = dict[int, list[bool]](), self._num_stages
+        for index, stage in self._stages.items():
+            trainable[index] = list(map(_REQUIRES_GRAD, parameters_in(modules_below(stage.layers))))
+            first = min(first, index) if any(trainable[index]) else first
         self._num_changes += trainable != self._trainable
         self._trainable = trainable
-        return min((index for index, flags in trainable.items() if any(flags)), default=self._num_stages)
+        return first
 
     def _call_of(self, header: Mapping[str, Any], changes: tuple[int, int], weights: list[float] | None) -> Call:
         number, m = header["signature"], header["num_microbatches"]
         # A weight is 0 if the count is 0, or if it is so small beside the other counts that the weight rounds to 0.
         idle = frozenset() if weights is None else frozenset(n for n, weight in enumerate(weights) if weight == 0)
-        run = frozenset(range(m)) - idle
-        described = self._carries_forms((number, 0), changes[0], run), self._carries_forms((number, 1), changes[1], run)
-        left = tuple(map(tuple, header["left"]))
-        return Call(m, header["rows"], number, header["first_backward"], described, idle, weights, left)
-
-    def _carries_forms(self, edges: tuple[int, int], num_changes: int, microbatches: frozenset[int]) -> bool:
-        """Whether messages of `microbatches` over these edges must carry their form in this call. After the call both ends know it."""
-        told_at, told = self._told.get(edges, (num_changes, frozenset[int]()))
-        if told_at != num_changes:
-            told = frozenset()
-        self._told[edges] = num_changes, told | microbatches
-        return not microbatches <= told
+        run, described = frozenset(range(m)) - idle, list[bool]()
+        for edges, num_changes in zip(((number, 0), (number, 1)), changes):
+            told_at, told = self._told.get(edges, (num_changes, frozenset[int]()))
+            if told_at != num_changes:
+                told = frozenset()
+            self._told[edges] = num_changes, told | run
+            described.append(not run <= told)
+        before, after = described
+        left, forms = tuple(map(tuple, header["left"])), self._forms.setdefault(number, {})
+        return Call(m, header["rows"], number, header["first_backward"], (before, after), forms, idle, weights, left)
 
 
 def _weights_of(headers: Sequence[Mapping[str, Any]]) -> tuple[list[list[float]], str | None]:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.cut import Whole
 from pipetrain.stage.leaves import first_named
 
 _LONGEST_TIMEOUT_SECONDS = 1e9  # some thirty years; threads cannot wait for much longer
@@ -65,16 +61,6 @@ def check_functions(loss_fn: Any, count_fn: Any, on_event: Any, on_call: Any, la
         )
 
 
-def mistake_in_step(scale: Any) -> str | None:
-    """Return why a step may not run now: `scale` is invalid, or gradients are switched off. None: it may."""
-    if not is_number(scale) or not math.isfinite(scale) or scale == 0:
-        return f"step was given scale={scale!r}: a finite number other than 0 is needed, as it multiplies the gradients"
-    if torch.is_grad_enabled():
-        return None
-    around = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
-    return f"step was called under {around}(), where no gradients are made: call it outside, or call evaluate(...) for the loss alone"
-
-
 def checked_reduction(reduction: Any) -> str:
     """Return `reduction`. Raises ValueError: it is neither `mean` nor `sum`."""
     if reduction not in (MEAN, SUM):
@@ -114,68 +100,3 @@ def _modules_of(function: Any) -> Iterator[nn.Module]:
             yield from _modules_of(part)
     elif (owner := getattr(function, "__self__", None)) is not None:
         yield from _modules_of(owner)
-
-
-# A batch --------------------------------------------------------------------------------------------------------------
-
-
-def check_batch(batch: Any, name: str, rows: int | None, *, with_graph: bool) -> None:
-    """Refuse obvious mistakes in the inputs or targets of a batch. `rows` is its number of rows; None: no tensor of it is cut. Raises
-    ValueError, which names the leaf and what to give instead."""
-    if all(map(_is_plain, pytree.tree_leaves(batch))):
-        return
-    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
-        complaint = _complaint(leaf, with_graph)
-        if complaint is not None:
-            raise ValueError(f"{name}{pytree.keystr(path)} {complaint}")
-    if rows is not None:
-        _refuse_lists(batch, name, rows)
-
-
-def _is_plain(leaf: Any) -> bool:
-    """Whether `leaf` is an ordinary tensor that needs no gradient. Most leaves are, and such a leaf needs no other check."""
-    return type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.requires_grad and not leaf.is_inference()
-
-
-def _complaint(leaf: Any, with_graph: bool) -> str | None:
-    if isinstance(leaf, Whole):
-        inner = [part for part in pytree.tree_leaves(leaf.value) if isinstance(part, Tensor)]
-        return next((f"(Whole) {said}" for part in inner if (said := _untrainable(part, with_graph))), None)
-    if isinstance(leaf, Tensor):
-        if leaf.layout is not torch.strided:
-            return f"is a tensor of layout {leaf.layout}, which cannot be cut: give it dense, or wrap it in pipetrain.Whole(...)"
-        return _untrainable(leaf, with_graph)
-    kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
-    if hasattr(leaf, "__array__") and getattr(leaf, "ndim", True):
-        return f"is a {kind}, which is not cut: give a tensor, such as torch.from_numpy(...) makes, or wrap it in pipetrain.Whole(...)"
-    parts = leaf if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
-    if any(isinstance(part, Tensor) for part in parts.values()):
-        return f"is a {kind} with tensors in it, which are not cut: give a dict or a tuple of them, or wrap it in pipetrain.Whole(...)"
-    return None
-
-
-def _untrainable(tensor: Tensor, with_graph: bool) -> str | None:
-    """Return why a step cannot take a tensor that evaluation can take; None if it can."""
-    if with_graph and tensor.requires_grad:
-        return (
-            "requires a gradient: a step gives gradients to the layers' parameters only, so this one would get none. Give it as "
-            ".detach(), or move its computation into the first layer"
-        )
-    if with_graph and tensor.is_inference():
-        return "was made under torch.inference_mode(), so nothing can be trained on it: give its .clone()"
-    return None
-
-
-def _refuse_lists(batch: Any, name: str, rows: int) -> None:
-    """Refuse a list with one plain value per row: it looks like a batch, but each microbatch would get all of it."""
-
-    def is_list_of_rows(part: Any) -> bool:
-        is_long = isinstance(part, list) and len(part) == rows > 1
-        return is_long and all(isinstance(entry, (bool, int, float, complex, str)) for entry in part)
-
-    for path, part in pytree.tree_flatten_with_path(batch, is_leaf=is_list_of_rows)[0]:
-        if is_list_of_rows(part):
-            raise ValueError(
-                f"{name}{pytree.keystr(path)} is a list of {rows} plain values, as many as the batch has rows, and is not cut: give "
-                "torch.tensor(...), or pipetrain.Whole(...) if each microbatch needs all of it"
-            )

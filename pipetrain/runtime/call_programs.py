@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from operator import attrgetter
@@ -149,7 +150,7 @@ def _check_fits(schedule: Schedule, plan: Plan) -> None:
 # Which microbatches are verified --------------------------------------------------------------------------------------
 
 _NOTHING: Places = frozenset()
-_IS_TRAINING, _REQUIRES_GRAD = attrgetter("training"), attrgetter("requires_grad")
+_LAYERS, _IS_TRAINING, _REQUIRES_GRAD = attrgetter("layers"), attrgetter("training"), attrgetter("requires_grad")
 
 
 class Proving:
@@ -166,7 +167,10 @@ class Proving:
         `signature` is that of the step's `Call`; microbatches in `idle` do not run."""
         if self._verify == OFF:
             return _NOTHING
-        kind = (signature, *self._flags())
+        layers = itertools.chain.from_iterable(map(_LAYERS, self._stages.values()))
+        modules = modules_below(layers)
+        flags = map(_REQUIRES_GRAD, parameters_in(modules))
+        kind = signature, tuple(map(_IS_TRAINING, modules)), tuple(flags)
         if kind not in self._proved:
             if first := _in_turn(program, 0, idle):  # empty if all microbatches of this replica are idle
                 self._proved.add(kind)
@@ -187,11 +191,10 @@ class Proving:
             stages = sorted({stage for stage, _ in program.recomputed})
             numbers = {s: sorted((m for stage, m in program.recomputed if stage == s), key=str) for s in stages}
             self._recomputed = program, list(numbers.items())
-        return frozenset([(stage, numbers[step % len(numbers)]) for stage, numbers in self._recomputed[1]])
-
-    def _flags(self) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-        modules = modules_below([layer for stage in self._stages.values() for layer in stage.layers])
-        return tuple(map(_IS_TRAINING, modules)), tuple(map(_REQUIRES_GRAD, parameters_in(modules)))
+        found: set[tuple[int, int | None]] = set()
+        for stage, numbers in self._recomputed[1]:
+            found.add((stage, numbers[step % len(numbers)]))
+        return frozenset(found)
 
 
 def _in_turn(program: Program, turn: int, idle: frozenset[int]) -> Places:

@@ -1,10 +1,12 @@
-"""Cuts a batch into microbatches along dimension 0, leaf by leaf, and weights each microbatch in the loss."""
+"""Checks a batch, cuts it into microbatches along dimension 0, leaf by leaf, and weights each microbatch in the loss."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,17 +22,6 @@ class Whole:
     """Marks a leaf whose dimension 0 is not the batch (positions, a shared mask): every microbatch gets all of it."""
 
     value: Any
-
-
-def on_device(batch: Tree, bring: Callable[[Tensor], Tensor]) -> Tree:
-    """`batch` with `bring` applied to its tensors, also to those in `Whole`."""
-
-    def moved(leaf: Any) -> Any:
-        if isinstance(leaf, Whole):
-            return Whole(on_device(leaf.value, bring))
-        return bring(leaf) if isinstance(leaf, Tensor) else leaf
-
-    return pytree.tree_map(moved, batch)
 
 
 def whole_tensors(batch: Tree, name: str) -> dict[int, str]:
@@ -78,20 +69,23 @@ def cut(batch: Tree, num_microbatches: int, name: str = "inputs") -> list[Tree]:
             f"{name} has {rows} rows, fewer than num_microbatches={num_microbatches}: "
             f"give at least {num_microbatches} rows or set num_microbatches={max(rows, 1)}"
         )
-    return slices(batch, num_microbatches)
+    return slices(batch, num_microbatches, lambda tensor: tensor)
 
 
-def slices(batch: Tree, num_microbatches: int) -> list[Tree]:
-    """The same as `cut`, for a batch that was checked before."""
+def slices(batch: Tree, num_microbatches: int, bring: Callable[[Tensor], Tensor]) -> list[Tree]:
+    """The same as `cut`, for a batch that was checked before. `bring` is applied to its tensors, also to those in `Whole`."""
     leaves, spec = pytree.tree_flatten(batch)
-    columns: list[Sequence[Any]] = [
-        torch.tensor_split(leaf, num_microbatches)
-        if isinstance(leaf, Tensor)
-        else [leaf.value if isinstance(leaf, Whole) else leaf] * num_microbatches
-        for leaf in leaves
-    ]
+    columns = list[Sequence[Any]]()
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            columns.append(torch.tensor_split(bring(leaf), num_microbatches))
+        else:
+            columns.append(
+                [pytree.tree_map_only(Tensor, bring, leaf.value) if isinstance(leaf, Whole) else leaf]
+                * num_microbatches
+            )
     rows = list(zip(*columns)) or [()] * num_microbatches
-    return [pytree.tree_unflatten(row, spec) for row in rows]
+    return list(map(pytree.tree_unflatten, rows, itertools.repeat(spec)))
 
 
 def own_rows(batch: Tree, replica: int, num_replicas: int, num_microbatches: int) -> Tree:
@@ -128,14 +122,6 @@ def weights_of(counts: Sequence[int | float]) -> list[float]:
     return [count / total for count in counts]
 
 
-def cut_targets(targets: Tree, rows: int, num_microbatches: int) -> list[Tree]:
-    """Cut the targets into microbatches. Raises ValueError: they do not have as many rows as the inputs, which have `rows`."""
-    fault = rows_fault(num_rows(targets, "targets"), rows)
-    if fault:
-        raise ValueError(fault)
-    return slices(targets, num_microbatches)
-
-
 def rows_fault(found: int | None, rows: int) -> str | None:
     """Return why targets of `found` rows (None: no target tensor is cut) do not fit inputs of `rows` rows; None if they fit."""
     if found is None or found == rows:
@@ -147,6 +133,83 @@ def row_counts(rows: int, num_microbatches: int) -> list[int]:
     """Return the number of rows of each microbatch, as `torch.tensor_split` cuts them."""
     share, rest = divmod(rows, num_microbatches)
     return [share + (number < rest) for number in range(num_microbatches)]
+
+
+@functools.lru_cache(maxsize=64)
+def shares_of_rows(rows: int, num_microbatches: int) -> tuple[float, ...]:
+    """Return each microbatch's share of the rows."""
+    return tuple(weights_of(row_counts(rows, num_microbatches)))
+
+
+# Mistakes in a batch --------------------------------------------------------------------------------------------------------------
+
+
+def checked_rows(batch: Tree, name: str, *, with_graph: bool, rows_of_inputs: int | None = None) -> int | None:
+    """Return `num_rows` of the inputs or targets of a batch. Raises ValueError: as `num_rows`, or for an obvious mistake; it names the leaf
+    and what to give instead."""
+    rows: int | None = None
+    for leaf in pytree.tree_leaves(batch):
+        # Most leaves are ordinary tensors that need no gradient, and such a leaf needs no other check.
+        is_plain = (
+            type(leaf) is Tensor and leaf.layout is torch.strided and not (leaf.requires_grad or leaf.is_inference())
+        )
+        if not is_plain or not leaf.dim() or rows not in (None, len(leaf)):
+            break
+        rows = len(leaf)
+    else:
+        return rows
+    rows = num_rows(batch, name)
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        complaint = _complaint(leaf, with_graph)
+        if complaint is not None:
+            raise ValueError(f"{name}{pytree.keystr(path)} {complaint}")
+    if (length := rows_of_inputs or rows) is not None:
+        _refuse_lists(batch, name, length)
+    return rows
+
+
+def _complaint(leaf: Any, with_graph: bool) -> str | None:
+    if isinstance(leaf, Whole):
+        inner = [part for part in pytree.tree_leaves(leaf.value) if isinstance(part, Tensor)]
+        return next((f"(Whole) {said}" for part in inner if (said := _untrainable(part, with_graph))), None)
+    if isinstance(leaf, Tensor):
+        if leaf.layout is not torch.strided:
+            return f"is a tensor of layout {leaf.layout}, which cannot be cut: give it dense, or wrap it in pipetrain.Whole(...)"
+        return _untrainable(leaf, with_graph)
+    kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
+    if hasattr(leaf, "__array__") and getattr(leaf, "ndim", True):
+        return f"is a {kind}, which is not cut: give a tensor, such as torch.from_numpy(...) makes, or wrap it in pipetrain.Whole(...)"
+    parts = leaf if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
+    if any(isinstance(part, Tensor) for part in parts.values()):
+        return f"is a {kind} with tensors in it, which are not cut: give a dict or a tuple of them, or wrap it in pipetrain.Whole(...)"
+    return None
+
+
+def _untrainable(tensor: Tensor, with_graph: bool) -> str | None:
+    """Return why a step cannot take a tensor that evaluation can take; None if it can."""
+    if with_graph and tensor.requires_grad:
+        return (
+            "requires a gradient: a step gives gradients to the layers' parameters only, so this one would get none. Give it as "
+            ".detach(), or move its computation into the first layer"
+        )
+    if with_graph and tensor.is_inference():
+        return "was made under torch.inference_mode(), so nothing can be trained on it: give its .clone()"
+    return None
+
+
+def _refuse_lists(batch: Any, name: str, rows: int) -> None:
+    """Refuse a list with one plain value per row: it looks like a batch, but each microbatch would get all of it."""
+
+    def is_list_of_rows(part: Any) -> bool:
+        is_long = isinstance(part, list) and len(part) == rows > 1
+        return is_long and all(isinstance(entry, (bool, int, float, complex, str)) for entry in part)
+
+    for path, part in pytree.tree_flatten_with_path(batch, is_leaf=is_list_of_rows)[0]:
+        if is_list_of_rows(part):
+            raise ValueError(
+                f"{name}{pytree.keystr(path)} is a list of {rows} plain values, as many as the batch has rows, and is not cut: give "
+                "torch.tensor(...), or pipetrain.Whole(...) if each microbatch needs all of it"
+            )
 
 
 # What counts ----------------------------------------------------------------------------------------------------------

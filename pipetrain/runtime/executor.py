@@ -26,7 +26,7 @@ from pipetrain.comm.lanes import Lanes
 from pipetrain.comm.transport import Transport, fixed_leaves, wanted
 from pipetrain.runtime.gradients import SharedGradients
 from pipetrain.runtime.host_copies import HostCopies
-from pipetrain.runtime.program import COMPUTING, Places, Program, ProgramEntry, Turns
+from pipetrain.runtime.program import COMPUTING, Places, Program, ProgramEntry
 from pipetrain.schedule.grid import grid
 from pipetrain.schedule.op import Kind, Op
 from pipetrain.stage.inference import infer, prepare_stage
@@ -75,6 +75,44 @@ class _Boundary(NamedTuple):
     spec: pytree.TreeSpec | None = None
     fixed: Mapping[int, str] = {}
     is_shared: bool = True
+
+
+class Turns:
+    """The progress of one run of a program. For one thread."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._open = list(program.num_waits)  # the same, without waits for ops that have ended
+        self._heads = list(program.starts)  # the first op of each queue that has not started
+        self._ended = [False] * len(program.ops)
+        self.num_left = len(program.ops)  # ops that have not ended
+
+    def take(self) -> int | None:
+        """Return the next op that may start, and count it as started; None: no op may start."""
+        for queue, head in enumerate(self._heads):
+            if head != self._program.queues[queue].stop and not self._open[head]:
+                self._heads[queue] = head + 1
+                return head
+        return None
+
+    def end(self, place: int) -> None:
+        """Record that an op has ended: the ops that wait for it wait for one op less."""
+        assert not self._ended[place], f"{self._program.ops[place]} ended twice"
+        self._ended[place] = True
+        self.num_left -= 1
+        for follower in self._program.followers[place]:
+            self._open[follower] -= 1
+
+    def awaited(self) -> tuple[Op, Op]:
+        """For when no op may start: return the first op that has not started, and the running transfer or copy for which it waits, directly
+        or through other ops. If all ops have started, return the first that has not ended, twice."""
+        program = self._program
+        heads = [head for queue, head in zip(program.queues, self._heads) if head < queue.stop]
+        under_way = first = min(heads) if heads else self._ended.index(False)
+        while not any(under_way in queue and under_way < head for queue, head in zip(program.queues, self._heads)):
+            waits = (program.number[op] for op in program.entries[under_way].waits)
+            under_way = next((place for place in waits if not self._ended[place]), under_way - 1)
+        return program.ops[first], program.ops[under_way]
 
 
 class Executor:

@@ -1,4 +1,4 @@
-"""Sums the loss of a step over microbatches and replicas. The first step checks that `loss_fn` is a mean or a sum, as the user says.
+"""Checks in the first step that `loss_fn` is a mean or a sum, as the user says.
 
 A step back-propagates the sum of `loss_fn(out_i, target_i) * share_i`. That is the loss of the batch if `loss_fn` is a mean over rows, or
 over what `count_fn` counts. If `loss_fn` is a sum, it is only a fraction of that loss, so `loss_reduction="sum"` sets the factors to 1. For
@@ -9,7 +9,6 @@ them together. If it has only one output (each replica has one microbatch, or ou
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import math
 import warnings
@@ -26,7 +25,6 @@ from torch.utils import _pytree as pytree
 
 from pipetrain.comm.device import Fetch
 from pipetrain.comm.failure import PipelineError
-from pipetrain.comm.group import Group
 from pipetrain.runtime.arguments import MEAN
 from pipetrain.runtime.cut import CountFn, counts_of, weights_of
 from pipetrain.runtime.executor import Step
@@ -53,47 +51,6 @@ class LossNotFinite(PipelineError):
         self.step = step
         self.microbatch = microbatch
         self.loss = loss
-
-
-def loss_of_all(step: Step, root: int, group: Group, fetch: Fetch) -> Tensor:
-    """Return the sum of the losses of all microbatches of all replicas, in order, 0-dim on every rank's host; `root` holds the last stage.
-    Collective. Raises LossNotFinite: the loss of a microbatch is not finite."""
-    what, said = f"the loss of step {step.index + 1}", b""
-    if group.chain.rank == root:
-        said = _sum(group.replicas.concatenate(_own_losses(step, fetch), what))
-    total, dtype, bad = json.loads(group.chain.broadcast(said, root, what))
-    if bad is not None:
-        raise LossNotFinite(step.index, bad, total)
-    return torch.tensor(total, dtype=getattr(torch, dtype))
-
-
-def _own_losses(step: Step, fetch: Fetch) -> bytes:
-    """Return the dtype of this replica's losses, and the number and value of each. One float64 tensor, which holds any dtype exactly,
-    brings all of them to the host at once."""
-    ordered = sorted(step.outputs.items())
-    if not ordered:
-        return json.dumps([None, []]).encode()
-    first = ordered[0][1]
-    stacked = torch.stack([loss.to(first.device).double() for _, loss in ordered])
-    values = fetch(stacked, "the loss of the step").tolist()
-    numbers = [step.first_microbatch + number for number, _ in ordered]
-    return json.dumps([str(first.dtype).removeprefix("torch."), list(zip(numbers, values))]).encode()
-
-
-def _sum(parts: Sequence[bytes]) -> bytes:
-    """Return, from the `_own_losses` of all replicas, the sum in the losses' own dtype, that dtype, and the first microbatch whose loss is
-    not finite."""
-    found = [json.loads(part) for part in parts]
-    dtype = next(dtype for dtype, _ in found if dtype is not None)
-    losses = [pair for _, pairs in found for pair in pairs]
-    total, *others = torch.tensor([loss for _, loss in losses], dtype=torch.float64).to(getattr(torch, dtype)).unbind()
-    for loss in others:
-        total = total + loss
-    bad = next((number for number, loss in losses if not math.isfinite(loss)), None)
-    return json.dumps([float(total), dtype, bad]).encode()
-
-
-# The check -----------------------------------------------------------------------------------------------------------
 
 
 class _NotComparable(Exception):

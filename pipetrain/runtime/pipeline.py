@@ -30,7 +30,6 @@ from pipetrain.runtime.arguments import (
     checked_reduction,
     checked_seed,
     checked_timeout,
-    mistake_in_step,
 )
 from pipetrain.runtime.assembly import Assembly
 from pipetrain.runtime.call_programs import GivenSchedule, Programs
@@ -291,7 +290,7 @@ class Pipeline(StageWeights):
         # In the first step on a GPU, note the layers that make the host wait for the device.
         watches = self._last_report is None and self._lanes.device.runs_ahead
         with waits_told(self._stages, self._lanes.device) if watches else nullcontext():
-            inputs, targets, mistake = self._taken(inputs, targets, mistake_in_step(scale))
+            inputs, targets, mistake = self._taken(inputs, targets)
             self._runner.run("step", step, inputs, targets, is_training=self._training, mistake=mistake)
         # The report must not refer to `step`: the batch would stay in memory until the next step has ended.
         recording, stages, meter = self._lanes.recording(), self._stages, self._parts.meter
@@ -313,8 +312,9 @@ class Pipeline(StageWeights):
             host_bytes=host_bytes,
         )
         self.step_index += 1
-        self._unseen += [recording] if self._on_event is not None else []
-        self._emit_events()
+        if self._on_event is not None:
+            self._unseen.append(recording)
+            self._emit_events()
         return self._runner.loss_of(step)
 
     def evaluate(self, inputs: Any = None, targets: Any = None) -> Tensor:
@@ -406,26 +406,27 @@ class Pipeline(StageWeights):
         step = Step(self.step_index - 1, self._parts.seed, with_graph=True, with_loss=True, on_layer=watch.on_layer)
         self.zero_grad()
         with watch.over():
-            self._run("step", step, inputs, targets, mistake=mistake_in_step(step.scale))
+            self._run("step", step, inputs, targets)
         losses = {number: float(loss) / step.weights[number] for number, loss in step.outputs.items()}
         own = watch.as_json(inputs if self.is_first else None, losses)
         self.zero_grad()
         return Diagnosis.of(self._group.everyone.concatenate(own, "what is not finite"))
 
-    def _run(self, kind: str, step: Step, inputs: Any, targets: Any, *, mistake: str | None = None) -> None:
-        inputs, targets, mistake = self._taken(inputs, targets, mistake)
+    def _run(self, kind: str, step: Step, inputs: Any, targets: Any) -> None:
+        inputs, targets, mistake = self._taken(inputs, targets)
         self._runner.run(kind, step, inputs, targets, is_training=self._training, mistake=mistake)
 
-    def _taken(self, inputs: Any, targets: Any, mistake: str | None) -> tuple[Any, Any, str | None]:
-        """Return inputs and targets as the stages get them, and the mistake in them or in the call, or None."""
+    def _taken(self, inputs: Any, targets: Any) -> tuple[Any, Any, str | None]:
+        """Return inputs and targets as the stages get them, and the mistake in them or None."""
         self._check_open()
-        self._emit_events()
+        if self._unseen:
+            self._emit_events()
         if self._take_batch is not None:
             try:
                 inputs, targets = self._take_batch(inputs, targets)
             except ValueError as error:
-                mistake = mistake or str(error)
-        return inputs, targets, mistake
+                return inputs, targets, str(error)
+        return inputs, targets, None
 
     def _check_open(self) -> None:
         if self._closed:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import PrefixStore
 
@@ -16,23 +20,22 @@ from pipetrain.comm.transport import Transport, make_edges
 from pipetrain.plan.host_memory import checked_limit
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.agreement import Call, Calls
-from pipetrain.runtime.arguments import SUM, check_batch
+from pipetrain.runtime.arguments import SUM
 from pipetrain.runtime.assembly import Assembly, Stages
 from pipetrain.runtime.call_programs import Programs, Proving
 from pipetrain.runtime.cut import (
     CountFn,
+    checked_rows,
     count_targets,
-    cut_targets,
-    on_device,
-    row_counts,
+    rows_fault,
+    shares_of_rows,
     slices,
-    weights_of,
     whole_tensors,
 )
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.generation import Choose, Generation, OnToken, Request
 from pipetrain.runtime.host_copies import HostCopies
-from pipetrain.runtime.losses import LossCheck, loss_of_all
+from pipetrain.runtime.losses import LossCheck, LossNotFinite
 from pipetrain.runtime.skips import Skips
 from pipetrain.schedule.alive import peak_on_host
 from pipetrain.schedule.policy import RecomputePolicy
@@ -111,6 +114,8 @@ class CallRunner:
         the inputs, or no parameter to train. PipelineError: another rank failed. Also raises what an op of this rank raises.
         """
         self.check_whole()
+        if step.with_graph:
+            mistake = mistake_in_step(step.scale) or mistake
         count = None
         if self._count_fn is not None and step.with_loss:
             # Counts the targets on the host: a count on the device would wait for all queued work.
@@ -169,28 +174,27 @@ class CallRunner:
                 set_trainable(self._parts.layers.values())
 
     def _cut(self, call: Call, step: Step, inputs: Any, targets: Any) -> None:
-        m = call.num_microbatches
-        step.idle = call.idle
+        m, step.idle = call.num_microbatches, call.idle
+        here = partial(bring, where=self._group.device, device=self._device)
         step.first_microbatch = self._group.coordinates.replica * self._plan.num_microbatches
         if 0 in self._stages:
-            step.microbatches = slices(self._here(inputs), m)
+            step.microbatches = slices(inputs, m, here)
             step.whole_inputs = whole_tensors(inputs, "inputs")
         if not self._is_last:
             return
         if step.with_loss:
             if self._parts.loss_fn is None:
                 raise ValueError("this Pipeline has no loss_fn, which step and evaluate need")
-            check_batch(targets, "targets", call.rows, with_graph=step.with_graph)
-            step.targets = cut_targets(self._here(targets), call.rows, m)
-            step.shares = weights_of(row_counts(call.rows, m)) if call.weights is None else call.weights
+            rows = checked_rows(targets, "targets", with_graph=step.with_graph, rows_of_inputs=call.rows)
+            if fault := rows_fault(rows, call.rows):
+                raise ValueError(fault)
+            step.targets = slices(targets, m, here)
+            step.shares = shares_of_rows(call.rows, m) if call.weights is None else call.weights
             is_sum = self._loss_reduction == SUM
             step.weights = [float(share > 0) for share in step.shares] if is_sum else step.shares
             step.whole_targets = whole_tensors(targets, "targets")
         if step.with_graph and call.first_backward > max(self._stages):
             raise ValueError("nothing in the model needs a gradient: no parameter has requires_grad=True")
-
-    def _here(self, batch: Any) -> Any:
-        return on_device(batch, partial(bring, where=self._group.device, device=self._device))
 
     def _execute(self, call: Call, step: Step) -> None:
         self._exclude_weights()
@@ -204,7 +208,7 @@ class CallRunner:
             self.trained = program.schedule
         else:
             program = self._programs.inference(call.num_microbatches)
-        self.transport.start_step(self._calls.forms(call), described=call.described)
+        self.transport.start_step(call.forms, described=call.described)
         with ExitStack() as around:
             around.enter_context(generators_restored(self._group.device))
             if step.with_graph:
@@ -221,8 +225,30 @@ class CallRunner:
         self._parts.meter.exclude([*parameters_in(modules), *buffers_in(modules)])
 
     def loss_of(self, step: Step) -> Tensor:
-        """Return the loss over all replicas, 0-dim, on every rank's host. Collective. Raises LossNotFinite."""
-        return loss_of_all(step, self._plan.stage_ranks[-1], self._group, self._parts.fetch)
+        """Return the sum of the losses of all microbatches of all replicas, in order, 0-dim on every rank's host. Collective. Raises
+        LossNotFinite: the loss of a microbatch is not finite."""
+        group, root, told = self._group, self._plan.stage_ranks[-1], b""
+        what = f"the loss of step {step.index + 1}"
+        if group.chain.rank == root:
+            own = json.dumps(self._own_losses(step)).encode()
+            told = json.dumps(_sum_of(map(json.loads, group.replicas.concatenate(own, what)))).encode()
+        total, dtype, bad = json.loads(group.chain.broadcast(told, root, what))
+        if bad is not None:
+            raise LossNotFinite(step.index, bad, total)
+        return torch.tensor(total, dtype=getattr(torch, dtype))
+
+    def _own_losses(self, step: Step) -> tuple[str | None, list[tuple[int, float]]]:
+        """Return the dtype of this replica's losses, and the number and value of each. One float64 tensor, which holds any dtype exactly,
+        brings all of them to the host at once."""
+        if not step.outputs:  # all microbatches of this replica are idle
+            return None, []
+        numbers, losses, ordered = list[int](), list[Tensor](), sorted(step.outputs.items())
+        first = ordered[0][1]
+        for number, loss in ordered:
+            numbers.append(step.first_microbatch + number)
+            losses.append(loss.to(first.device).double())
+        values = self._parts.fetch(torch.stack(losses), "the loss of the step").tolist()
+        return str(first.dtype).removeprefix("torch."), list(zip(numbers, values))
 
     def close(self) -> None:
         """End the threads and connections between stages."""
@@ -236,6 +262,33 @@ class CallRunner:
         """End all waits on connections of this rank, on every thread and device."""
         self.transport.abort()
         self._group.everyone.abort()
+
+
+def mistake_in_step(scale: Any) -> str | None:
+    """Return why a step may not run now: `scale` is invalid, or gradients are switched off. None: it may."""
+    is_number = isinstance(scale, Real) and not isinstance(scale, bool)
+    if not is_number or not math.isfinite(scale) or scale == 0:
+        return f"step was given scale={scale!r}: a finite number other than 0 is needed, as it multiplies the gradients"
+    if torch.is_grad_enabled():
+        return None
+    around = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
+    return f"step was called under {around}(), where no gradients are made: call it outside, or call evaluate(...) for the loss alone"
+
+
+def _sum_of(replicas: Iterable[tuple[str | None, list[tuple[int, float]]]]) -> tuple[float, str, int | None]:
+    """Return, from the `_own_losses` of all replicas, the sum in the losses' own dtype, that dtype, and the first microbatch whose loss is
+    not finite."""
+    dtype, values, bad = "", list[float](), None
+    for of_replica, losses in replicas:
+        dtype = dtype or of_replica or ""
+        for number, loss in losses:
+            values.append(loss)
+            if bad is None and not math.isfinite(loss):
+                bad = number
+    total, *others = torch.tensor(values, dtype=torch.float64).to(getattr(torch, dtype)).unbind()
+    for loss in others:
+        total = total + loss
+    return float(total), dtype, bad
 
 
 def _connect(parts: Assembly, plan: Plan, programs: Programs) -> Transport:

@@ -34,30 +34,32 @@ class ActivationMeter:
         self._left_out: dict[int, int] = {}  # storage of a weight's cast -> how many callers left it out
         self._on_their_way: dict[int, int] = {}  # storage -> how many messages hold it, not yet sent or not yet used
         self.current_bytes = 0
-        self._apart_bytes = 0  # the part of `current_bytes` that was added within `apart`
+        self.own_bytes = 0  # `current_bytes` without what was added or released within `apart`
+        self._is_apart = False
         self.peak_bytes = 0
         self.stage_bytes = 0  # `current_bytes` without storages that only messages hold
         self.peak_stage_bytes = 0
         # Re-entrant: garbage collection within `hold` may free a slot, which calls `release` on the same thread.
         self._lock = threading.RLock()
 
-    @property
-    def own_bytes(self) -> int:
-        """The current bytes without what was added or released within `apart`."""
-        with self._lock:
-            return self.current_bytes - self._apart_bytes
-
     @contextmanager
     def apart(self) -> Iterator[None]:
         """For threads that do not compute: what the block adds and releases does not change `own_bytes`."""
         with self._lock:
-            before = self.current_bytes
-            yield
-            self._apart_bytes += self.current_bytes - before
+            self._is_apart = True
+            try:
+                yield
+            finally:
+                self._is_apart = False
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Do not count the storages of `tensors`, the parameters and buffers of the rank."""
-        self._weights = frozenset(storage._cdata for tensor in tensors for storage in storages_of(tensor))
+        found: set[int] = set()
+        for tensor in tensors:
+            is_dense = tensor.layout is torch.strided and not tensor.is_nested
+            for storage in (tensor.untyped_storage(),) if is_dense else storages_of(tensor):
+                found.add(storage._cdata)
+        self._weights = frozenset(found)
 
     def leave_out(self, storage: int) -> None:
         """Do not count this storage until `count_again`: a weight's cast stays allocated, whoever holds it."""
@@ -84,6 +86,7 @@ class ActivationMeter:
             if not holders:
                 size = self._sizes[key] = sum(map(UntypedStorage.nbytes, storages))
                 self.current_bytes += size
+                self.own_bytes += 0 if self._is_apart else size
                 self.peak_bytes = max(self.peak_bytes, self.current_bytes)
             if on_its_way:
                 self._on_their_way[key] = self._on_their_way.get(key, 0) + 1
@@ -108,7 +111,9 @@ class ActivationMeter:
                 self._holders[key] = holders
             else:
                 del self._holders[key]
-                self.current_bytes -= self._sizes.pop(key)
+                size = self._sizes.pop(key)
+                self.current_bytes -= size
+                self.own_bytes -= 0 if self._is_apart else size
 
     def uncounted_bytes(self, tensors: Iterable[Tensor]) -> int:
         """Bytes of those storages of `tensors` that no `hold` counts. Each counts once; weights and left-out storages do not."""
@@ -127,6 +132,7 @@ class ActivationMeter:
         """Count `num_bytes` more (fewer if negative), for storages that nothing else holds."""
         with self._lock:
             self.current_bytes += num_bytes
+            self.own_bytes += 0 if self._is_apart else num_bytes
             self.stage_bytes += num_bytes
             self.peak_bytes = max(self.peak_bytes, self.current_bytes)
             self.peak_stage_bytes = max(self.peak_stage_bytes, self.stage_bytes)

@@ -201,7 +201,11 @@ class Witness:
     def first_difference(self, slots: Sequence[Slot]) -> int | None:
         """The first layer for which R has filled the slots with other values than F saved; None: all values are the same."""
         for layer, (numbers, expected) in enumerate(self._layers):
-            if checksum(tensor for n in numbers if (tensor := slots[n].tensor) is not None) != expected:
+            tensors = list[Tensor]()
+            for number in numbers:
+                if (tensor := slots[number].tensor) is not None:
+                    tensors.append(tensor)
+            if checksum(tensors) != expected:
                 return layer
         return None
 
@@ -210,7 +214,8 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     """CRC-32 of the bits of some tensors, one after the other. Workspaces and sparse, nested or quantized tensors are skipped."""
     found = 0
     for tensor in tensors:
-        if tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or _is_workspace(tensor)):
+        is_workspace = tensor.dtype is torch.uint8 and _is_workspace(tensor)
+        if tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or is_workspace):
             plain = tensor.detach().contiguous()
             if plain.dtype is torch.bfloat16:  # which numpy does not know
                 plain = plain.view(torch.int16)

@@ -6,7 +6,8 @@ the end   at the last slot, at the end of its layer, or at the end of the stage 
 
 from __future__ import annotations
 
-from collections.abc import Set
+from bisect import bisect_right
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager
 from types import NoneType
 from typing import Any, NoReturn
@@ -14,16 +15,17 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from pipetrain.stage.entry import NODE_WITHOUT_BACKWARD
 from pipetrain.stage.errors import (
     RecomputeMismatch,
     SavedTensorChanged,
+    Signature,
     as_text,
     mismatch,
     refuses_hooks,
     saved_changed,
 )
 from pipetrain.stage.meter import SetSize
+from pipetrain.stage.microbatch import NODE_WITHOUT_BACKWARD
 from pipetrain.stage.proof import Stop
 from pipetrain.stage.selective import beside_mode
 from pipetrain.stage.slots import LateBoundSet, both
@@ -35,12 +37,26 @@ class SetComplete(BaseException):
 
 class Recompute:
     """One R of a set. It ends at `stop`; in a proof, at the end of the stage. With `detaches`, R detaches each tensor that fills a slot.
-    Without it, the slots hold R's graph until B frees them. This saves host time, and is only for graphs that hold no other memory."""
+    Without it, the slots hold R's graph until B frees them. This saves host time, and is only for graphs that hold no other memory.
 
-    def __init__(self, late: LateBoundSet, stop: Stop = Stop.AT_SLOT, *, detaches: bool = True) -> None:
+    An operation may save a tensor and then write to it. So R ends right at the last slot only if `last_signatures`, of the tensors saved by
+    the last layer whose slots R fills, are those of a proof: `proved`; None: any.
+    """
+
+    def __init__(
+        self,
+        late: LateBoundSet,
+        stop: Stop = Stop.AT_SLOT,
+        proved: Sequence[Signature] | None = None,
+        *,
+        detaches: bool = True,
+    ) -> None:
         self._late, self._proof, self._detaches = late, late.proof, detaches
-        self._stop = Stop.AT_END if late.proof else stop
         self._slots, self._signatures, self._end = late.slots, late.signatures, late.end
+        start = late.starts[bisect_right(late.starts, late.end - 1) - 1] if late.end else 0
+        self.last_signatures = late.signatures[start : late.end]
+        is_proved = proved is None or stop is not Stop.AT_SLOT or self.last_signatures == proved
+        self._stop = Stop.AT_END if late.proof else stop if is_proved else Stop.AT_LAYER
         self._layer = -1  # the layer that R is in
         self._filled = 0
         self._most = len(late.slots)  # slots that may be filled; 0: R is complete

@@ -12,7 +12,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ _mix_of_step = lru_cache(maxsize=4)(mix)  # of the seed and the step: the same f
 def layer_seeds(seed: int, step: int, microbatch: int, layers: Sequence[int]) -> list[int]:
     """The seeds of some layers for one microbatch. `microbatch` is counted over all replicas, `layers` over the whole model."""
     before = _mixed(_mix_of_step(seed, step), microbatch)
-    return [_mixed(before, layer) for layer in layers]
+    return list(map(partial(_mixed, before), layers))
 
 
 def weight_seed(seed: int, layer: int) -> int:

@@ -10,7 +10,7 @@ under a `TorchDispatchMode`, below autograd. In R this mode *returns* kept outpu
 F's order leaves out operations whose outputs are not wanted. It never has casts, because F casts weights that R finds already cast.
 Random operations always run again, or later ones would draw other numbers. Before F writes to the memory of a kept output, that output
 is copied, and the copy is kept. (Torch's `create_selective_checkpoint_contexts` finds writes by version counters, which misses some: a
-3-dimensional product returns an `_unsafe_view` with the same memory and another counter.) Kept *layers* are in `stage.py` and `entry.py`.
+3-dimensional product returns an `_unsafe_view` with the same memory and another counter.) Kept *layers* are in `stage.py` and `microbatch.py`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ They also note the reason, and the caller of the layer checks for it when the la
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -237,11 +237,6 @@ class LateBoundSet:
             slot.counted = counted
 
     # R and B ----------------------------------------------------------------------------------------------------
-
-    def last_signatures(self) -> Sequence[Signature]:
-        """The signatures of the tensors saved by the last layer whose slots R fills."""
-        start = self.starts[bisect_right(self.starts, self.end - 1) - 1] if self.end else 0
-        return self.signatures[start : self.end]
 
     def drop(self) -> None:
         """Drop all slots and tensors: the step has failed, or R has no slot to fill."""

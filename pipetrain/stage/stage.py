@@ -16,7 +16,6 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 from pipetrain.stage.added_losses import AddedLosses
 from pipetrain.stage.casts import WeightCasts
-from pipetrain.stage.entry import Entry, Passed
 from pipetrain.stage.errors import (
     LOSS_WITHOUT_GRADIENT,
     SavedTensorChanged,
@@ -31,7 +30,16 @@ from pipetrain.stage.layer_state import NOTHING_BEFORE, Before, LayerState
 from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
 from pipetrain.stage.local import without_local
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.microbatch import Held, MicrobatchKind, StageInput, StageOutput, detached, lent_storages
+from pipetrain.stage.microbatch import (
+    Entry,
+    Held,
+    MicrobatchKind,
+    Passed,
+    StageInput,
+    StageOutput,
+    detached,
+    lent_storages,
+)
 from pipetrain.stage.proof import Proof, Stop, Witness
 from pipetrain.stage.recompute import Recompute, SetComplete
 from pipetrain.stage.selective import Selection, Wanted
@@ -316,11 +324,12 @@ class Stage:
         self._held[microbatch] = held
         late = held.late
         if late is None or late.is_filled:
-            unsaved = 0 if late is None else late.outputs_bytes - late.saved_outputs_bytes
+            has_outputs = late is not None and late.outputs is not None
+            unsaved = late.outputs_bytes - late.saved_outputs_bytes if has_outputs else 0
             self.set_bytes[microbatch] = self.meter.own_bytes - bytes_before - unsaved
         if held.given is not None:
             assert late is not None
-            self.kept_bytes[microbatch] = late.outputs_bytes
+            self.kept_bytes[microbatch] = 0 if late.outputs is None else late.outputs_bytes
             bytes_before = self.meter.own_bytes
             stashed = list(held.given.leaves)
             for passed in held.passed.values():
@@ -362,23 +371,20 @@ class Stage:
         if not late.end:  # R has no slot to fill or to prove
             late.drop()
             return
-        # An operation may save a tensor and then write to it. So R stops right at the last slot only if the signatures are those of a proof.
-        is_proved = self._stop is not Stop.AT_SLOT or late.last_signatures() == self._proved
-        again = Recompute(
-            late, self._stop if is_proved else Stop.AT_LAYER, detaches=not self.may_hold_outside <= self.kept
-        )
+        seen = held.seen if held.seen.tensors else None
+        again = Recompute(late, self._stop, self._proved, detaches=not self.may_hold_outside <= self.kept)
         try:
-            with held.seen.stand_in() if held.seen.tensors else nullcontext():
+            with nullcontext() if seen is None else seen.stand_in():
                 self._run_again(held, held.given, again)
         finally:
             if held.has_casts:
                 self.casts.end_recompute()
-        again.end(held.seen.storages(self.state.normal), held.kind.size)
+        again.end(frozenset() if seen is None else seen.storages(self.state.normal), held.kind.size)
         if late.proof is None:
             self.set_bytes[microbatch] = late.num_bytes + late.set_bytes_before
         else:
             self._stop = max(late.proof.stop, self._stop) if self._proved else late.proof.stop
-            self._proved = late.last_signatures()
+            self._proved = again.last_signatures
 
     def _run_again(self, held: Held, given: StageInput, again: Recompute) -> None:
         value, entered = self._entry.enter(given, None, recomputed=True)

@@ -74,8 +74,6 @@ class TensorCopies:
 
     def storages(self, without: Container[int] = ()) -> set[int]:
         """The identities of the copies' storages, except for tensors whose ids are in `without`."""
-        if not self.tensors:  # as in most stages: save the time in each R
-            return set()
         pairs = zip(self.tensors, self.copies)
         return {key for tensor, copy in pairs if id(tensor) not in without and (key := storage_key(copy))}
 

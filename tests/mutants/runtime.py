@@ -117,7 +117,7 @@ MUTANTS = (
     ),
     Mutant(
         "a step runs where no gradients are made",
-        "pipetrain/runtime/arguments.py",
+        "pipetrain/runtime/runner.py",
         "    if torch.is_grad_enabled():\n",
         "    if True:\n",
         ("tests/runtime/test_bad_input.py", "-k", "cannot_be_cut"),
@@ -167,15 +167,15 @@ MUTANTS = (
     Mutant(
         "forms are taken to be known of microbatches that never came",
         "pipetrain/runtime/agreement.py",
-        "        return not microbatches <= told",
-        "        return not told",
+        "            described.append(not run <= told)",
+        "            described.append(not told)",
         ("tests/runtime/test_counting.py", "-k", "microbatch_by_microbatch"),
     ),
     Mutant(
         "forms of microbatches that did not come stay known when what needs a gradient changes",
         "pipetrain/runtime/agreement.py",
-        "            told = frozenset()\n        self._told",
-        "            told -= microbatches\n        self._told",
+        "                told = frozenset()\n",
+        "                told -= run\n",
         ("tests/runtime/test_counting.py", "-k", "microbatch_by_microbatch"),
     ),
     Mutant(
@@ -217,8 +217,8 @@ MUTANTS = (
     Mutant(
         "Whole stays where it is",
         "pipetrain/runtime/cut.py",
-        "            return Whole(on_device(leaf.value, bring))",
-        "            return leaf",
+        "pytree.tree_map_only(Tensor, bring, leaf.value)",
+        "leaf.value",
         ("tests/regressions/test_whole_inputs.py", "-k", "whole_goes"),
     ),
     Mutant(
@@ -293,30 +293,30 @@ MUTANTS = (
     ),
     Mutant(
         "inputs may require a gradient",
-        "pipetrain/runtime/arguments.py",
+        "pipetrain/runtime/cut.py",
         "    if with_graph and tensor.requires_grad:",
         "    if False:",
         ("tests/runtime/test_bad_input.py", "-k", "cannot_be_cut"),
     ),
     Mutant(
         "arrays go to every microbatch",
-        "pipetrain/runtime/arguments.py",
+        "pipetrain/runtime/cut.py",
         '    if hasattr(leaf, "__array__") and',
         "    if False and",
         ("tests/runtime/test_bad_input.py", "-k", "cannot_be_cut"),
     ),
     Mutant(
         "lists of rows go to every microbatch",
-        "pipetrain/runtime/arguments.py",
-        "        _refuse_lists(batch, name, rows)",
+        "pipetrain/runtime/cut.py",
+        "        _refuse_lists(batch, name, length)",
         "        pass",
         ("tests/runtime/test_bad_input.py", "-k", "cannot_be_cut"),
     ),
     Mutant(
         "whether losses are finite is asked one by one",
-        "pipetrain/runtime/losses.py",
-        '    values = fetch(stacked, "the loss of the step").tolist()',
-        '    values = [fetch(loss.double(), "the loss of the step").item() for _, loss in ordered]',
+        "pipetrain/runtime/runner.py",
+        '        values = self._parts.fetch(torch.stack(losses), "the loss of the step").tolist()',
+        '        values = [self._parts.fetch(loss, "the loss of the step").item() for loss in losses]',
         ("tests/virtual_gpu/test_host_waits.py",),
     ),
     Mutant(
@@ -363,7 +363,7 @@ MUTANTS = (
     ),
     Mutant(
         "one wait of several is enough",
-        "pipetrain/runtime/program.py",
+        "pipetrain/runtime/executor.py",
         "            self._open[follower] -= 1\n",
         "            self._open[follower] = 0\n",
         ("tests/runtime/test_executor_waits.py", "-k", "every_kind and overlap"),
@@ -378,8 +378,8 @@ MUTANTS = (
     Mutant(
         "a kind of step is proved once for all",
         "pipetrain/runtime/call_programs.py",
-        "        kind = (signature, *self._flags())",
-        "        kind = signature",
+        "        kind = signature, tuple(map(_IS_TRAINING, modules)), tuple(flags)\n",
+        "        kind = signature\n",
         ("tests/runtime/test_proof.py", "-k", "which_microbatches"),
     ),
     Mutant(
@@ -413,8 +413,8 @@ MUTANTS = (
     Mutant(
         "targets are not looked at",
         "pipetrain/runtime/runner.py",
-        '            check_batch(targets, "targets", call.rows, with_graph=step.with_graph)\n',
-        "",
+        '            rows = checked_rows(targets, "targets", with_graph=step.with_graph, rows_of_inputs=call.rows)\n',
+        "            rows = call.rows\n",
         ("tests/runtime/test_bad_input.py", "-k", "last_rank_finds"),
     ),
     Mutant(
@@ -432,9 +432,9 @@ MUTANTS = (
     ),
     Mutant(
         "the loss is that of one replica",
-        "pipetrain/runtime/losses.py",
-        "_sum(group.replicas.concatenate(_own_losses(step, fetch), what))",
-        "_sum([_own_losses(step, fetch)])",
+        "pipetrain/runtime/runner.py",
+        "_sum_of(map(json.loads, group.replicas.concatenate(own, what)))",
+        "_sum_of([json.loads(own)])",
         ("tests/runtime/test_replicas_of_pipeline.py::test_ten_steps_beside_the_plain_loop[4 x 1]",),
     ),
     Mutant(

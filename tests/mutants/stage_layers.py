@@ -12,21 +12,21 @@ MUTANTS = (
     ),
     Mutant(
         "an input changed through .data is not seen",
-        "pipetrain/stage/entry.py",
+        "pipetrain/stage/microbatch.py",
         "tensor._version == version and (before is None or same_values(tensor.detach(), before))",
         "tensor._version == version",
         ("tests/regressions/test_state_of_layers.py", "-k", "changed_through_data"),
     ),
     Mutant(
         "a change through data is not seen",
-        "pipetrain/stage/entry.py",
+        "pipetrain/stage/microbatch.py",
         "tensor._version == version and (before is None or same_values(tensor.detach(), before))",
         "tensor._version == version",
         ("tests/regressions/test_whole_inputs.py", "-k", "whole_changed and data"),
     ),
     Mutant(
         "R gets a target that F has changed",
-        "pipetrain/stage/entry.py",
+        "pipetrain/stage/microbatch.py",
         "        if isinstance(leaf, Tensor) and (recomputed or number in given.fixed_target):",
         "        if isinstance(leaf, Tensor) and number in given.fixed_target:",
         ("tests/regressions/test_whole_inputs.py", "-k", "targets_changed"),
@@ -110,7 +110,7 @@ MUTANTS = (
     ),
     Mutant(
         "R begins with what a later layer has left of a kept one's output",
-        "pipetrain/stage/entry.py",
+        "pipetrain/stage/microbatch.py",
         "copies = {id(leaf): copy_of(leaf) for leaf",
         "copies = {id(leaf): leaf.detach() for leaf",
         ("tests/runtime/test_kept_layers.py", "-k", "in_place"),

@@ -124,8 +124,8 @@ MUTANTS = (
     ),
     Mutant(
         "R ends at its last slot whatever the last layer saves",
-        "pipetrain/stage/stage.py",
-        " or late.last_signatures() == self._proved\n",
+        "pipetrain/stage/recompute.py",
+        " or self.last_signatures == proved\n",
         " or True\n",
         ("tests/regressions/test_saved_tensors.py", "-k", "begins_later"),
     ),
@@ -335,20 +335,21 @@ MUTANTS = (
     Mutant(
         "what R reads of buffers goes when R is launched",
         "pipetrain/stage/stage.py",
-        "        again.end(held.seen.storages(self.state.normal), held.kind.size)\n",
-        "        again.end(held.seen.storages(self.state.normal), held.kind.size)\n        held.seen = None\n",
+        "        again.end(frozenset() if seen is None else seen.storages(self.state.normal), held.kind.size)\n",
+        "        again.end(frozenset() if seen is None else seen.storages(self.state.normal), held.kind.size)\n"
+        "        held.seen = None\n",
         ("tests/runtime/test_stage.py", "-k", "until_its_backward"),
     ),
     Mutant(
         "R changes the buffers",
         "pipetrain/stage/stage.py",
-        "            with held.seen.stand_in() if held.seen.tensors else nullcontext():",
+        "            with nullcontext() if seen is None else seen.stand_in():",
         "            with nullcontext():",
         ("tests/runtime/test_stage.py", "tests/runtime/test_stage_refusals.py", "-k", "buffers or batch"),
     ),
     Mutant(
         "strides are lost on entering a stage",
-        "pipetrain/stage/entry.py",
+        "pipetrain/stage/microbatch.py",
         "        return tensor.data\n",
         "        return tensor.data.contiguous()\n",
         ("tests/runtime/test_parity.py", "-k", "layout and 2"),
@@ -383,9 +384,9 @@ MUTANTS = (
     ),
     Mutant(
         "R ends at its last slot without a proof",
-        "pipetrain/stage/stage.py",
-        "self._stop if is_proved else Stop.AT_LAYER,",
-        "Stop.AT_SLOT,",
+        "pipetrain/stage/recompute.py",
+        "stop if is_proved else Stop.AT_LAYER\n",
+        "Stop.AT_SLOT\n",
         ("tests/regressions/test_saved_tensors.py", "-k", "operation_that_fills and unproved"),
     ),
     Mutant(
@@ -418,7 +419,7 @@ MUTANTS = (
     ),
     Mutant(
         "a tensor that stands twice enters twice",
-        "pipetrain/stage/entry.py",
+        "pipetrain/stage/microbatch.py",
         "            if id(leaf) not in by_leaf:\n",
         "            if True:\n",
         ("tests/regressions/test_values_at_a_cut.py", "-k", "one_tensor_twice and 1"),

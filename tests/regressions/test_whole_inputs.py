@@ -12,7 +12,7 @@ from over_a_cut import MODES, THREE_OVER_A_CUT, Then, only
 from parity_cases import rows
 from torch import Tensor, nn
 
-from pipetrain.runtime.cut import Whole, on_device
+from pipetrain.runtime.cut import Whole, slices
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 from pipetrain.stage.errors import SavedTensorChanged
@@ -45,8 +45,8 @@ def test_whole_goes_to_the_device() -> None:
     Cause: tensors of the batch were moved leaf by leaf, and Whole is a leaf that is no tensor.
     """
     batch = {"x": torch.ones(2, 1), "whole": Whole({"mask": (torch.ones(3), 5)})}
-    moved = on_device(batch, lambda tensor: tensor.to("meta"))
-    mask, number = moved["whole"].value["mask"]
+    (moved,) = slices(batch, 1, lambda tensor: tensor.to("meta"))
+    mask, number = moved["whole"]["mask"]
     assert moved["x"].is_meta
     assert mask.is_meta
     assert number == 5

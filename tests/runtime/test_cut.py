@@ -8,7 +8,7 @@ from parity_cases import mean_square, rows
 from rounding import rounding
 from torch import nn
 
-from pipetrain.runtime.cut import Whole, counts_of, cut, cut_targets, join, row_counts, weights_of
+from pipetrain.runtime.cut import Whole, counts_of, cut, join, row_counts, rows_fault, shares_of_rows, weights_of
 from pipetrain.runtime.reference import reference_step
 
 
@@ -30,12 +30,13 @@ def test_weights_are_shares() -> None:
 
 def test_rows_or_counts_of_the_targets() -> None:
     targets = torch.tensor([1, -1, -1, 1, 1])
-    parts = cut_targets(targets, 5, 2)
-    assert weights_of(row_counts(5, 2)) == [3 / 5, 2 / 5]
+    parts = cut(targets, 2)
+    assert shares_of_rows(5, 2) == (3 / 5, 2 / 5)
     assert row_counts(5, 2) == [len(part) for part in parts]
     assert weights_of(counts_of(parts, lambda part: int((part > 0).sum()))) == [1 / 3, 2 / 3]
-    with pytest.raises(ValueError, match="targets have 5 rows on the last rank, inputs 6 on the first"):
-        cut_targets(targets, 6, 2)
+    assert rows_fault(5, 5) is None
+    assert rows_fault(None, 6) is None
+    assert rows_fault(5, 6) == "targets have 5 rows on the last rank, inputs 6 on the first"
 
 
 def test_the_reference_is_the_mean_over_all_rows_of_an_uneven_batch() -> None:
