@@ -77,6 +77,8 @@ class AddedLosses:
     """In its block `add_loss` appends to `of_layer`. `losses` has the sum from the stages before, then the losses of layers that have
     ended. `value` is the input of the stage's first layer."""
 
+    __slots__ = ("_around", "losses", "needs_gradient", "of_layer", "value")
+
     def __init__(self, given: Any = None) -> None:
         is_with_losses = type(given) is WithLosses
         self.value = given.output if is_with_losses else given

@@ -76,15 +76,18 @@ class ActivationMeter:
         """Count the storage of `tensor`. Returns the key for `release`; 0: the storage does not count. `on_its_way`: the holder is an
         outgoing message not yet sent, or an incoming one not yet used."""
         is_dense = tensor.layout is torch.strided and not tensor.is_nested
-        storages = [tensor.untyped_storage()] if is_dense else storages_of(tensor)
-        key: int = storages[0]._cdata if storages else 0
-        if not key or key in self._weights or key in self._left_out:
+        first, *others = (tensor.untyped_storage(),) if is_dense else storages_of(tensor) or (None,)
+        key: int = 0 if first is None else first._cdata
+        if first is None or key in self._weights or key in self._left_out:
             return 0
         with self._lock:
             holders = self._holders.get(key, 0)
             self._holders[key] = holders + 1
             if not holders:
-                size = self._sizes[key] = sum(map(UntypedStorage.nbytes, storages))
+                size = first.nbytes()
+                for other in others:
+                    size += other.nbytes()
+                self._sizes[key] = size
                 self.current_bytes += size
                 self.own_bytes += 0 if self._is_apart else size
                 self.peak_bytes = max(self.peak_bytes, self.current_bytes)
@@ -134,8 +137,9 @@ class ActivationMeter:
             self.current_bytes += num_bytes
             self.own_bytes += 0 if self._is_apart else num_bytes
             self.stage_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self.current_bytes)
-            self.peak_stage_bytes = max(self.peak_stage_bytes, self.stage_bytes)
+            if num_bytes > 0:
+                self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+                self.peak_stage_bytes = max(self.peak_stage_bytes, self.stage_bytes)
 
     def touch(self, num_bytes: int) -> None:
         """Count `num_bytes` for a moment, so that only the peaks change."""

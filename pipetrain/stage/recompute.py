@@ -43,6 +43,11 @@ class Recompute:
     the last layer whose slots R fills, are those of a proof: `proved`; None: any.
     """
 
+    _layer = -1  # the layer that R is in
+    _filled = 0  # slots
+    _is_complete = False
+    _failure: RuntimeError | None = None
+
     def __init__(
         self,
         late: LateBoundSet,
@@ -57,11 +62,7 @@ class Recompute:
         self.last_signatures = late.signatures[start : late.end]
         is_proved = proved is None or stop is not Stop.AT_SLOT or self.last_signatures == proved
         self._stop = Stop.AT_END if late.proof else stop if is_proved else Stop.AT_LAYER
-        self._layer = -1  # the layer that R is in
-        self._filled = 0
         self._most = len(late.slots)  # slots that may be filled; 0: R is complete
-        self._is_complete = False
-        self._failure: RuntimeError | None = None
 
     def start_layer(self) -> AbstractContextManager[object] | None:
         """Begin R's next layer. Returns the context in which the layer runs; None: R does not run it, because F has kept its saved tensors.
@@ -84,8 +85,12 @@ class Recompute:
         return both(hooks, late.outputs.in_recompute(self._layer, self.fail))
 
     def _fill(self, tensor: Tensor) -> None:
-        number, node = self._filled, type(tensor.grad_fn)
-        if number >= self._most or (tensor.shape, tensor.dtype, node) != self._signatures[number]:
+        number, node, is_as_in_f = self._filled, type(tensor.grad_fn), False
+        if number < self._most:
+            shape, dtype, made_by = self._signatures[number]
+            is_made = node is made_by or node.__name__ == NODE_WITHOUT_BACKWARD
+            is_as_in_f = is_made and tensor.shape == shape and tensor.dtype is dtype
+        if not is_as_in_f:
             self._check_signature(tensor)
         slot = self._slots[number]
         # A leaf may be a buffer whose `.data` is a copy during R only. So the slot gets an alias, which stays in the copy's memory.

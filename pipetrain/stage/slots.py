@@ -219,7 +219,8 @@ class LateBoundSet:
 
     def count(self, size: SetSize) -> None:
         """Count the tensors in the slots in the meter, until these slots are gone."""
-        filled, tensors = list[Slot](), list[Tensor]()
+        filled: list[Slot] = []
+        tensors: list[Tensor] = []
         for slot in self.slots:
             if slot.tensor is not None and slot.counted is None:
                 filled.append(slot)

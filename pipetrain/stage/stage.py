@@ -50,6 +50,7 @@ from pipetrain.stage.tensor_copies import storage_key
 
 LossFn = Callable[[Any, Any], Tensor]
 _VERSION = attrgetter("_version")
+_AS_IS = nullcontext()
 _Layer = Callable[[Any], Any]
 
 
@@ -79,7 +80,7 @@ class Stage:
         self.set_bytes: dict[int, int] = {}  # microbatch -> bytes of its set, as last seen
         self.stash_bytes: dict[int, int] = {}  # microbatch -> bytes of its stashed input, as last seen
         self.kept_bytes: dict[int, int] = {}  # microbatch -> bytes of outputs that are kept for its R, as last seen
-        self.device, self.meter = device, meter
+        self.device, self._device_type, self.meter = device, device.type, meter
         self.indices = range(first_layer, first_layer + len(self.layers) + (loss_fn is not None))
         own = {number - first_layer for number in keep_layers} & set(range(len(self.layers)))
         self.kept = own  # indices of layers that R does not run: their saved tensors stay from F to B
@@ -149,7 +150,7 @@ class Stage:
         if self._versions is None:
             self.state.look()
             self._versions = list(map(_VERSION, self.state.parameters))
-        has_casts = torch.is_autocast_enabled(self.device.type)
+        has_casts = torch.is_autocast_enabled(self._device_type)
         self._had_casts |= has_casts
         kind = self._kind_of(given, split=split, has_casts=has_casts)
         is_new = prove or not kind.has_run
@@ -158,10 +159,14 @@ class Stage:
         before, look = NOTHING_BEFORE, None
         if moves or not (keep and not prove and kind.is_plain):
             held.lent = lent_storages(given.leaves) if moves else frozenset()
-            how = {"prove": prove, "is_new": is_new, "split": split, "witness": witness, "moves": moves}
-            before, look = self._open_set(held, given, **how)
-        with self._leaves.over(given.on_layer) if is_new else nullcontext(given.on_layer) as on_layer:
-            outputs = self._run_forward(held, given, before, look, on_layer)
+            before, look = self._open_set(
+                held, given, prove=prove, is_new=is_new, split=split, witness=witness, moves=moves
+            )
+        if is_new:
+            with self._leaves.over(given.on_layer) as on_layer:
+                outputs = self._run_forward(held, given, before, look, on_layer)
+        else:
+            outputs = self._run_forward(held, given, before, look, given.on_layer)
         output = detached(outputs, held.roots)
         needed = any(output.wants_gradient)
         if self.loss_fn is not None:
@@ -374,7 +379,7 @@ class Stage:
         seen = held.seen if held.seen.tensors else None
         again = Recompute(late, self._stop, self._proved, detaches=not self.may_hold_outside <= self.kept)
         try:
-            with nullcontext() if seen is None else seen.stand_in():
+            with _AS_IS if seen is None else seen.stand_in():
                 self._run_again(held, held.given, again)
         finally:
             if held.has_casts:
@@ -423,7 +428,8 @@ class Stage:
         held = self._held.pop(microbatch)
         if held.loss is not None:
             gradients = (torch.full(held.loss[0], scale, dtype=held.loss[1], device=self.device),)
-        roots, seeds = list[GradientEdge](), list[Tensor]()
+        roots: list[GradientEdge] = []  # (`list[GradientEdge]()` takes ten times as long)
+        seeds: list[Tensor] = []
         for root, seed in zip(held.roots, gradients):
             if root is not None and seed is not None:
                 roots.append(root)
