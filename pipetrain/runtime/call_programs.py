@@ -192,8 +192,8 @@ class Proving:
             numbers = {s: sorted((m for stage, m in program.recomputed if stage == s), key=str) for s in stages}
             self._recomputed = program, list(numbers.items())
         found: set[tuple[int, int | None]] = set()
-        for stage, numbers in self._recomputed[1]:
-            found.add((stage, numbers[step % len(numbers)]))
+        for stage, microbatches in self._recomputed[1]:
+            found.add((stage, microbatches[step % len(microbatches)]))
         return frozenset(found)
 
 

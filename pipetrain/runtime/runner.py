@@ -286,8 +286,8 @@ def _sum_of(replicas: Iterable[tuple[str | None, list[tuple[int, float]]]]) -> t
             if bad is None and not math.isfinite(loss):
                 bad = number
     total, *others = torch.tensor(values, dtype=torch.float64).to(getattr(torch, dtype)).unbind()
-    for loss in others:
-        total = total + loss
+    for other in others:
+        total = total + other
     return float(total), dtype, bad
 
 

@@ -83,7 +83,8 @@ def detached(outputs: Any, roots: list[GradientEdge | None]) -> StageOutput:
 def _edge_of(tensor: Tensor) -> GradientEdge | None:
     """The tensor's edge; None: it needs no gradient."""
     node = tensor.grad_fn
-    if node is None or isinstance(node, torch._C._FunctionBase):  # the edge of a node in Python must own the graph
+    is_of_python = isinstance(node, torch._C._FunctionBase)  # the edge of such a node must own the graph
+    if node is None or is_of_python:
         return get_gradient_edge(tensor) if tensor.requires_grad else None
     return GradientEdge(node, tensor.output_nr)  # as `get_gradient_edge`, in a third of its time
 

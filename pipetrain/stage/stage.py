@@ -329,9 +329,9 @@ class Stage:
         self._held[microbatch] = held
         late = held.late
         if late is None or late.is_filled:
-            has_outputs = late is not None and late.outputs is not None
-            unsaved = late.outputs_bytes - late.saved_outputs_bytes if has_outputs else 0
-            self.set_bytes[microbatch] = self.meter.own_bytes - bytes_before - unsaved
+            self.set_bytes[microbatch] = self.meter.own_bytes - bytes_before
+            if late is not None and late.outputs is not None:
+                self.set_bytes[microbatch] -= late.outputs_bytes - late.saved_outputs_bytes
         if held.given is not None:
             assert late is not None
             self.kept_bytes[microbatch] = 0 if late.outputs is None else late.outputs_bytes

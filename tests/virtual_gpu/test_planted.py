@@ -206,8 +206,8 @@ PLANTED = (
         broken(
             Stage,
             "recompute",
-            "again.end(held.seen.storages(self.state.normal), held.kind.size)",
-            "again.end(held.seen.storages(self.state.normal), held.kind.size); held.seen = None",
+            "again.end(frozenset() if seen is None else seen.storages(self.state.normal), held.kind.size)",
+            "again.end(frozenset() if seen is None else seen.storages(self.state.normal), held.kind.size); held.seen = None",
         ),
         replace(PLAIN, layers=batch_norm),
     ),
@@ -216,8 +216,8 @@ PLANTED = (
         broken(
             Stage,
             "recompute",
-            "again.end(held.seen.storages(self.state.normal), held.kind.size)",
-            "again.end(held.seen.storages(self.state.normal), held.kind.size); self._release(held); held.given = None",
+            "again.end(frozenset() if seen is None else seen.storages(self.state.normal), held.kind.size)",
+            "again.end(frozenset() if seen is None else seen.storages(self.state.normal), held.kind.size); self._release(held); held.given = None",
         ),
         replace(PLAIN, layers=shifted, segments=2),
     ),
