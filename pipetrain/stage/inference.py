@@ -10,8 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from pipetrain.stage.added_losses import AddedLosses
-from pipetrain.stage.local import without_local
-from pipetrain.stage.microbatch import StageInput, StageOutput
+from pipetrain.stage.microbatch import StageInput, StageOutput, without_local
 from pipetrain.stage.past import Past, prepare_cached, run_cached
 from pipetrain.stage.segments import AnyStage, SegmentedStage
 from pipetrain.stage.stage import Stage

@@ -32,8 +32,7 @@ from pipetrain.stage.added_losses import AddedLosses, collecting
 from pipetrain.stage.casts import has_compiled
 from pipetrain.stage.errors import LayerRefused, refuses_hooks
 from pipetrain.stage.leaves import is_sharded
-from pipetrain.stage.local import StageLocal
-from pipetrain.stage.microbatch import through_gate
+from pipetrain.stage.microbatch import StageLocal, through_gate
 from pipetrain.stage.proof import checksum, describe_difference, differ
 from pipetrain.stage.slots import LateBoundSet
 from pipetrain.stage.split_backward import Deferral

@@ -22,7 +22,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from pipetrain.stage.errors import StateChanged
 from pipetrain.stage.seeding import draws_in_python, seeder
-from pipetrain.stage.tensor_copies import TensorCopies, fingerprint, is_simple, is_small, storage_key, version_of
+from pipetrain.stage.tensor_copies import TensorCopies, fingerprint, is_small, storage_key, version_of
 from pipetrain.stage.traces import modules_of_the_user
 
 
@@ -68,7 +68,6 @@ class LayerState:
         self._last_buffers: list[Tensor] = []  # `_copied` and `_watched` were made from these
         self._copied: list[Tensor] = []
         self._watched: list[Tensor] = []
-        self._simple = True  # whether all in `_copied` are `is_simple`
         self._learning = True
         self.look()
         for name, tensor in self._named_tensors():
@@ -114,7 +113,7 @@ class LayerState:
         buffers = buffers_in(self._modules)
         if len(buffers) != len(self._last_buffers) or not all(map(is_, buffers, self._last_buffers)):
             self._sort_buffers(buffers)
-        copies = TensorCopies(self._copied, simple=self._simple) if self._copied else NO_COPIES
+        copies = TensorCopies(self._copied) if self._copied else NO_COPIES
         watched = [(buffer, version_of(buffer)) for buffer in self._watched] if self._watched else []
         return Before(False, copies, watched)
 
@@ -151,7 +150,6 @@ class LayerState:
         known = self.normal.union(map(id, self._changing))
         self._copied = [buffer for buffer in buffers if is_small(buffer) or id(buffer) in known]
         self._watched = [buffer for buffer in buffers if not is_small(buffer) and id(buffer) not in known]
-        self._simple = all(map(is_simple, self._copied))
 
     def _refuse_changed_parameters(self, before: Before) -> None:
         for parameter, version, was in before.parameters:

@@ -56,8 +56,7 @@ class ActivationMeter:
         """Do not count the storages of `tensors`, the parameters and buffers of the rank."""
         found: set[int] = set()
         for tensor in tensors:
-            is_dense = tensor.layout is torch.strided and not tensor.is_nested
-            for storage in (tensor.untyped_storage(),) if is_dense else storages_of(tensor):
+            for storage in storages_of(tensor):
                 found.add(storage._cdata)
         self._weights = frozenset(found)
 

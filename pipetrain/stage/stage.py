@@ -28,7 +28,6 @@ from pipetrain.stage.host_set import HostSet
 from pipetrain.stage.inspection import FirstLook
 from pipetrain.stage.layer_state import NOTHING_BEFORE, Before, LayerState
 from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
-from pipetrain.stage.local import without_local
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.microbatch import (
     Entry,
@@ -39,6 +38,7 @@ from pipetrain.stage.microbatch import (
     StageOutput,
     detached,
     lent_storages,
+    without_local,
 )
 from pipetrain.stage.proof import Proof, Stop, Witness
 from pipetrain.stage.recompute import Recompute, SetComplete

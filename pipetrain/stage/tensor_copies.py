@@ -30,23 +30,17 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def is_simple(tensor: Tensor) -> bool:
-    """Whether a tensor is dense, and `clone` keeps its strides."""
-    return is_dense(tensor) and tensor.clone().stride() == tensor.stride()
-
-
 def version_of(tensor: Tensor) -> int:
     """How often the tensor was changed in place. It is 0 for an inference tensor, which does not count its changes."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 class TensorCopies:
-    """Some tensors, each with a copy in separate memory. `simple`: `is_simple` is known to hold for each tensor."""
+    """Some tensors, each with a copy in separate memory."""
 
-    def __init__(self, tensors: Iterable[Tensor], *, simple: bool = False) -> None:
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         self.tensors = list(tensors)
-        with torch.no_grad():
-            self.copies = [tensor.clone() if simple else copy_of(tensor) for tensor in self.tensors]
+        self.copies = list(map(copy_of, self.tensors))
 
     def changed(self) -> list[Tensor]:
         """The tensors whose values differ from those of their copies; waits for the device."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain import Pipeline
-from pipetrain.stage.local import StageLocal, without_local
+from pipetrain.stage.microbatch import StageLocal, without_local
 
 WIDTH = 256
 

@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from pipetrain.models.hf.parts import AsGiven, Call, Parts, has_part, hollowed, masks_decided
-from pipetrain.stage.local import StageLocal
+from pipetrain.stage.microbatch import StageLocal
 
 
 @dataclass(frozen=True)

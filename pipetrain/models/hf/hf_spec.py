@@ -38,7 +38,7 @@ from pipetrain.models.hf.source import HfSource, find_source
 from pipetrain.models.loss import UnmadeLogits, are_large, causal_loss, count_tokens, score_loss
 from pipetrain.models.sharing import tied_parameters
 from pipetrain.models.spec import ModelSpec
-from pipetrain.stage.local import StageLocal
+from pipetrain.stage.microbatch import StageLocal
 from pipetrain.stage.past import Past
 
 
