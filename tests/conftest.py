@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from left_over import Watch
-from shares import ROOT, changed_files, in_turn, runs_always, this_turn
+from shares import ROOT, changed_files, in_turn, is_of, this_turn
 
 # Equality bit for bit is promised for one thread: a sum over several has another order.
 # Said before anybody loads torch, whatever the user's own environment says.
@@ -72,17 +72,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     slow = [item for item in items if item.get_closest_marker("slow")]
     files = changed_files()
-    always = [
-        item
-        for item in slow
-        if runs_always(
-            needs_root=item.get_closest_marker("root") is not None,
-            is_slurm=item.get_closest_marker("slurm") is not None,
-            files=files,
-        )
-    ]
-    due = always + in_turn([item for item in slow if item not in set(always)], num_turns, this_turn())
-    changed = [item for item in slow if os.path.relpath(item.path, ROOT) in files and item not in set(due)]
+    paths = {item: os.path.relpath(item.path, ROOT) for item in slow}
+    always = {item: None for item in slow if is_of(paths[item], files)}
+    due = [*always, *in_turn([item for item in slow if item not in always], num_turns, this_turn())]
+    changed = [item for item in slow if paths[item] in files and item not in set(due)]
     for item in changed:
         item.stash[_in_time] = True
     chosen = due + changed

@@ -7,16 +7,22 @@ try them all.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import TypeVar
 
 Row = TypeVar("Row")
 ROOT = Path(__file__).resolve().parents[1]
 # What is pushed at once was written within so many hours: CI sees one commit of it, the last.
-PUSH_HOURS = 6
-# Where one of these has changed, all tests of a SLURM cluster run.
-SLURM_FILES = ("pipetrain/launcher/", "launch/", "tests/slurm/")
+PUSH_HOURS = 3
+# Tests of clusters, of several machines and of the image take minutes. Left: the start of their path; right: the starts of paths of which
+# one has changed if they run in every turn.
+OF_FILES = (
+    ("tests/slurm/", ("pipetrain/launcher/", "launch/", "tests/slurm/")),
+    ("tests/hosts/test_hosts", ("pipetrain/launcher/", "pipetrain/comm/address", "tests/hosts/")),
+    ("tests/hosts/test_network", ("pipetrain/comm/address", "tests/hosts/")),
+    ("tests/hosts/test_docker", ("docker/", "pyproject.toml", "constraints.txt")),
+)
 
 
 def in_turn(rows: Sequence[Row], num_turns: int, turn: int) -> list[Row]:
@@ -30,10 +36,9 @@ def in_turn(rows: Sequence[Row], num_turns: int, turn: int) -> list[Row]:
     return list(rows[turn % num_turns :: num_turns])
 
 
-def runs_always(*, needs_root: bool, is_slurm: bool, files: frozenset[str]) -> bool:
-    """Whether a slow test runs in every turn. CI has the rights of root, so tests that need them do; those of a SLURM cluster, which take
-    minutes, only if one of SLURM_FILES is among the changed `files`."""
-    return needs_root and (not is_slurm or any(file.startswith(SLURM_FILES) for file in files))
+def is_of(path: str, files: Set[str]) -> bool:
+    """Whether a slow test of the file `path` runs in every turn in which `files` have changed, however long it takes: see OF_FILES."""
+    return any(path.startswith(tests) and any(file.startswith(starts) for file in files) for tests, starts in OF_FILES)
 
 
 def this_turn() -> int:

@@ -10,7 +10,7 @@ import sys
 import pytest
 from left_over import OTHERS
 from mutants.table import MUTANTS
-from shares import changed_files, in_turn, runs_always
+from shares import OF_FILES, in_turn, is_of
 
 TESTS = pathlib.Path(__file__).parent
 SKIPPED = """
@@ -53,48 +53,42 @@ import pytest
 def test_slow(row):
     pass
 
-@pytest.mark.slow
-@pytest.mark.root
-def test_slow_with_rights():
-    pass
-
-@pytest.mark.slow
-@pytest.mark.root
-@pytest.mark.slurm
-@pytest.mark.parametrize("job", range(6))
-def test_cluster(job):
-    pass
-
 def test_quick():
     pass
 """
 
 
-def test_a_turn_has_a_share_of_the_slow_tests_and_all_that_need_root(tmp_path: pathlib.Path) -> None:
+def test_a_turn_has_a_share_of_the_slow_tests(tmp_path: pathlib.Path) -> None:
     (tmp_path / "test_many.py").write_text(SLOW)
     done = pytest_in(tmp_path, "-v", "--turns=3")
     ran = {line.split()[0].partition("::")[2] for line in done.splitlines() if " PASSED" in line}
     due = [f"test_slow[{row}]" for row in range(7)]
-    jobs = [f"test_cluster[{job}]" for job in range(6)]
-    if runs_always(needs_root=True, is_slurm=True, files=changed_files()):
-        assert ran >= set(jobs)
-    else:
-        due += jobs
     found = [due.index(name) for name in due if name in ran]
     assert found == list(range(found[0], len(due), 3)), done
-    assert ran >= {"test_slow_with_rights", "test_quick"}
+    assert "test_quick" in ran
     assert f"{len(due) - len(found)} deselected" in done.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
-    ("file", "runs"),
-    [("pipetrain/launcher/launch.py", True), ("launch/env.sh", True), ("pipetrain/stage/stage.py", False)],
+    ("path", "file", "runs"),
+    [
+        ("tests/slurm/test_jobs.py", "pipetrain/launcher/launch.py", True),
+        ("tests/slurm/test_jobs.py", "launch/env.sh", True),
+        ("tests/slurm/test_jobs.py", "pipetrain/stage/stage.py", False),
+        ("tests/hosts/test_docker.py", "docker/Dockerfile", True),
+        ("tests/hosts/test_docker.py", "pipetrain/launcher/launch.py", False),
+        ("tests/hosts/test_hosts.py", "pipetrain/launcher/launch.py", True),
+        ("tests/train/test_resume.py", "pipetrain/launcher/launch.py", False),
+    ],
 )
-def test_tests_of_a_cluster_run_if_the_launcher_changed(file: str, runs: bool) -> None:
-    files = frozenset({"README.md", file})
-    assert runs_always(needs_root=True, is_slurm=True, files=files) == runs
-    assert runs_always(needs_root=True, is_slurm=False, files=files)
-    assert not runs_always(needs_root=False, is_slurm=False, files=files)
+def test_tests_of_clusters_and_images_run_if_what_they_test_changed(path: str, file: str, runs: bool) -> None:
+    assert is_of(path, {"README.md", file}) == runs
+
+
+def test_each_file_that_brings_tests_back_is_there() -> None:
+    for tests, starts in OF_FILES:
+        for start in (tests, *starts):
+            assert list(TESTS.parent.glob(start.rstrip("/") + "*")), start
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "tests/README.md"])

@@ -34,6 +34,8 @@ NUM_AT_ONCE = min(4, os.cpu_count() or 1)
 CIRCLES = {"make test": ("not slow", 120), "make test-slow": ("slow", 600)}
 NOT_BEGUN = "not begun"
 _CONTEXT = mp.get_context("forkserver")
+# Modules that most tests load, which takes longer than most of them.
+_LOADED = ["torch", "torch._dynamo", "pytest", "hypothesis.strategies", "hydra.utils"]
 
 
 def main(arguments: list[str]) -> int:
@@ -54,7 +56,7 @@ def main(arguments: list[str]) -> int:
     os.environ.update(
         OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1", PATIENCE_SECONDS="40", LEFT_OVER_PATIENCE_SECONDS="5"
     )
-    _CONTEXT.set_forkserver_preload(["torch", "pytest"])
+    _CONTEXT.set_forkserver_preload(_LOADED)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(NUM_AT_ONCE) as threads:
         os.environ["TMPDIR"] = folder  # what tests leave goes with the copies
         copies: SimpleQueue[Path] = SimpleQueue()
@@ -146,7 +148,7 @@ def verdict_of(tree: Path, tests: tuple[str, ...], seconds: float) -> str:
 
 
 def run_tests(tree: Path, tests: tuple[str, ...], said: Path) -> None:
-    """In a process of its own, forked where torch is loaded already, which takes longer than most of these tests: pytest in `tree`."""
+    """In a process of its own, forked where `_LOADED` is loaded already: pytest in `tree`."""
     os.setsid()
     with said.open("wb") as file:
         os.dup2(file.fileno(), 1)
@@ -156,6 +158,8 @@ def run_tests(tree: Path, tests: tuple[str, ...], said: Path) -> None:
     # As `python -m pytest` in the tree has it: without this file's folder, which is the one of the tree that nobody has broken.
     sys.path[:] = [str(tree), *(path for path in sys.path if not Path(path).is_relative_to(ROOT / "tests"))]
     pytest = importlib.import_module("pytest")
-    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--tb=no", *tests])
+    # Of a plugin that is loaded already, pytest says that it cannot rewrite its assertions.
+    loaded = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--tb=no", "-W", loaded, *tests])
     sys.stdout.flush()
     os._exit(code)
