@@ -15,10 +15,10 @@ import datetime
 import functools
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,12 +115,13 @@ class ChatTemplate:
 
     def _rendered(self, row: Row, messages: Sequence[Row], answers: bool, *, marks: bool) -> tuple[str, list[Span]]:
         """The text, and with `marks` the characters between them."""
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from transformers.utils import chat_template_utils
 
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         try:
-            with _pinned(self.date, {"messages": given, "tools": row.get("tools")}):
-                (text,), spans = render_jinja_template(
+            with _lock, mock.patch.object(chat_template_utils, "_compile_jinja_template", _compiled):
+                _compiled(self.template).environment.start({"messages": given, "tools": row.get("tools")}, self.date)
+                (text,), spans = chat_template_utils.render_jinja_template(
                     [given],
                     tools=row.get("tools"),
                     chat_template=self.template,
@@ -142,7 +143,7 @@ class ChatTemplate:
         return text, spans[0] if marks else []
 
 
-_clock = threading.Lock()
+_lock = threading.Lock()  # of the compiled templates: each has the budget of one document
 
 
 @functools.lru_cache(maxsize=8)
@@ -152,37 +153,5 @@ def _compiled(template: str) -> Any:
 
     from pipetrain.data.template_budget import BudgetedEnvironment
 
-    sandbox = chat_template_utils.ImmutableSandboxedEnvironment
-    chat_template_utils.ImmutableSandboxedEnvironment = BudgetedEnvironment
-    try:
+    with mock.patch.object(chat_template_utils, "ImmutableSandboxedEnvironment", BudgetedEnvironment):
         return chat_template_utils._cached_compile_jinja_template(template)
-    finally:
-        chat_template_utils.ImmutableSandboxedEnvironment = sandbox
-
-
-@contextmanager
-def _pinned(date: datetime.date, document: Any) -> Iterator[None]:
-    """Templates are told `date` as today, and have the budget of `document`.
-
-    transformers gives them a function that asks the clock, and takes no other: so the clock that it asks is another one meanwhile. So is
-    what it compiles templates with.
-    """
-    from transformers.utils import chat_template_utils
-
-    def compiled(template: str) -> Any:
-        found = _compiled(template)
-        found.environment.start(document)
-        return found
-
-    class Clock:
-        @staticmethod
-        def now() -> datetime.datetime:
-            return datetime.datetime.combine(date, datetime.time())
-
-    with _clock:
-        asked, compiles = chat_template_utils.datetime, chat_template_utils._compile_jinja_template
-        chat_template_utils.datetime, chat_template_utils._compile_jinja_template = Clock, compiled
-        try:
-            yield
-        finally:
-            chat_template_utils.datetime, chat_template_utils._compile_jinja_template = asked, compiles

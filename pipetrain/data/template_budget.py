@@ -9,11 +9,12 @@ Jinja's sandbox keeps a template from reaching Python; it does not keep it from 
 
 from __future__ import annotations
 
+import datetime
 import functools
-import math
 import re
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jinja2 import Template, nodes, pass_context
@@ -48,53 +49,6 @@ class OverBudget(Exception):
     """A template does more with a document than it may; the message says what."""
 
 
-class _Budget:
-    """What is left for one document."""
-
-    def __init__(self, document: Any = None) -> None:
-        self._work, self.most_size, self._written = 0.0, math.inf, 0
-        self.most_size = max(MOST_SIZE, SIZE_FACTOR * self.measure(document, is_charged=False))
-        self._work = MOST_WORK - WORK_PER_VALUE * self._work
-        self._deadline, self._charges = time.monotonic() + MOST_SECONDS, 0
-
-    def charge(self, work: int) -> None:
-        self._work -= work
-        self._charges += 1
-        if self._charges % 4096 == 0 and time.monotonic() > self._deadline:
-            raise TooSlow(f"its chat template takes more than {MOST_SECONDS:.0f} s")
-        if self._work < 0:
-            raise OverBudget("it takes too many steps: it may look at each message a thousand times")
-
-    def measure(self, value: Any, *, is_charged: bool = True) -> int:
-        """Characters and values of all that is in `value`, each time that it is in there; charges that."""
-        size, work, values = 0, 0, [value]
-        while values:
-            one = values.pop()
-            length = len(one) if isinstance(one, (str, bytes, range)) else 1
-            work += 1 + length // _CHARACTERS
-            size += length
-            if isinstance(one, Mapping):
-                values += [*one.keys(), *one.values()]
-            elif isinstance(one, (list, tuple, set, frozenset)):
-                values += one
-            if is_charged and (size > self.most_size or work > self._work):
-                break
-        if is_charged:
-            self.check_size(size)
-            self.charge(work)
-        else:
-            self._work -= work
-        return size
-
-    def check_size(self, size: int) -> None:
-        if size > self.most_size:
-            raise OverBudget(f"it makes a value of more than {self.most_size:,} characters")
-
-    def write(self, value: Any) -> None:
-        self._written += self.measure(value)
-        self.check_size(self._written)
-
-
 class BudgetedEnvironment(ImmutableSandboxedEnvironment):  # type: ignore[misc]
     """Takes the place of Jinja's sandbox. `start` before each document."""
 
@@ -103,125 +57,146 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.filters: dict[str, Callable[..., Any]]
-        self.budget = _Budget()
-        self._calls = 0
         for name in _NO_FILTERS:
             del self.filters[name]
         for name in _NO_GLOBALS:
             del self.globals[name]
-        self.filters = {name: self._charged(name, function) for name, function in self.filters.items()}
-        own: dict[str, Callable[[Any], Any]] = {
-            "_turns": self._turns,
-            "_held": self._held,
-            "_joined": self._joined,
-            "_text": str,
-        }
-        self.filters |= {name: _while_it_runs(function) for name, function in own.items()}
         self.finalize = _while_it_runs(self._written)
+        self.start(None, datetime.date.min)
 
-    def start(self, document: Any) -> None:
-        """Gives the budget of a document. Raises OverBudget: it is larger than any template is given."""
-        self._calls = 0
-        self.budget = _Budget(document)
+    def start(self, document: Any, date: datetime.date) -> None:
+        """Gives the budget of a document, however large that is. Templates are told `date` as today."""
+        self.globals["strftime_now"] = date.strftime  # in place of a function of transformers that asks the clock
+        self._calls = self._size_written = self._charges = 0
+        self._deadline = time.monotonic() + MOST_SECONDS
+        self._work = self._most_size = sys.maxsize
+        self._most_size = max(MOST_SIZE, SIZE_FACTOR * self._measure(document))
+        self._work = MOST_WORK + WORK_PER_VALUE * (sys.maxsize - self._work)
 
     def from_string(self, source: Any, *args: Any, **kwargs: Any) -> Template:
-        # what filters are set after the environment was made is charged, too
-        self.filters["tojson"] = self._charged("tojson", self.filters["tojson"])
-        tree = _Charging().visit(self.parse(source))
-        return super().from_string(tree, *args, **kwargs)
+        # not before: transformers sets a filter of its own after the environment was made
+        self.filters = {name: self._charged(name, function) for name, function in self.filters.items()}
+        own = {"_turns": self._turns, "_held": self._held, "_joined": self._joined, "_text": str}
+        self.filters |= {name: _while_it_runs(function) for name, function in own.items()}
+        return super().from_string(_Charging().visit(self.parse(source)), *args, **kwargs)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         return attr not in ("encode", "translate", "maketrans") and super().is_safe_attribute(obj, attr, value)
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805, as Jinja has it
-        self = __self
-        method = getattr(__obj, "__wrapped__", __obj)  # of `format`, which the sandbox wraps
+    def call(self, context: Context, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(called, "__wrapped__", called)  # of `format`, which the sandbox wraps
         self._check(getattr(method, "__name__", ""), getattr(method, "__self__", None), args, kwargs)
-        self.budget.charge(_CALL)
+        self._charge(_CALL)
         self._calls += 1
         if self._calls > _MOST_CALLS:
             raise OverBudget(f"more than {_MOST_CALLS} calls are inside each other")
         try:
-            return self._held(super().call(__context, __obj, *args, **kwargs))
+            return self._held(super().call(context, called, *args, **kwargs))
         finally:
             self._calls -= 1
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         bits = [value.bit_length() if isinstance(value, int) else 0 for value in (left, right)]
-        if operator == "**" and isinstance(right, int) and bits[0] * right > _MOST_BITS:
+        num_bits = sum(bits) if operator == "*" else 0
+        if operator == "**" and isinstance(right, int):
+            num_bits = bits[0] * right
+        if num_bits > _MOST_BITS:
             raise OverBudget(f"a number has more than {_MOST_BITS} bits")
         if operator == "*":
-            self.budget.check_size(_times(left, right))
-            if sum(bits) > _MOST_BITS:
-                raise OverBudget(f"a number has more than {_MOST_BITS} bits")
+            for value, count in ((left, right), (right, left)):
+                if isinstance(value, (str, list, tuple)) and isinstance(count, int):
+                    self._check_size(len(value) * count)
         if operator == "%":
             self._check_format(left, right)
         return self._held(super().call_binop(context, operator, left, right))
 
     # What charges ----------------------------------------------------------------------------------------------------
 
+    def _charge(self, work: int) -> None:
+        self._work -= work
+        self._charges += 1
+        if self._charges % 4096 == 0 and time.monotonic() > self._deadline:
+            raise TooSlow(f"its chat template takes more than {MOST_SECONDS:.0f} s")
+        if self._work < 0:
+            raise OverBudget("it takes too many steps: it may look at each message a thousand times")
+
+    def _measure(self, value: Any) -> int:
+        """Characters and values of all that is in `value`, each time that it is in there; charges that."""
+        size, work, values = 0, 0, [value]
+        while values and size <= self._most_size and work <= self._work:
+            one = values.pop()
+            length = len(one) if isinstance(one, (str, bytes, range)) else 1
+            work += 1 + length // _CHARACTERS
+            size += length
+            if isinstance(one, Mapping):
+                values += [*one.keys(), *one.values()]
+            elif isinstance(one, (list, tuple, set, frozenset)):
+                values += one
+        self._check_size(size)
+        self._charge(work)
+        return size
+
+    def _check_size(self, size: int) -> None:
+        if size > self._most_size:
+            raise OverBudget(f"it makes a value of more than {self._most_size:,} characters")
+
     def _charged(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """A filter whose values are measured before and after; what comes one by one is taken at once."""
         position = int(hasattr(function, "jinja_pass_arg"))  # before the value stands the context, or the like
-        if hasattr(function, "is_charged"):
-            return function
 
         @functools.wraps(function)
         def charged(*args: Any, **kwargs: Any) -> Any:
             value, *others = args[position:]
             self._check(name, value, others, kwargs)
-            self.budget.measure(value)
+            self._measure(value)
             return self._held(function(*args, **kwargs))
 
-        charged.is_charged = True  # type: ignore[attr-defined]
         return charged
 
     def _check(self, name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """What a call of this name would make, before it does."""
         given = [*args, *kwargs.values()]
         for one in given:
-            self.budget.measure(one)
+            self._measure(one)
         if name in _WITH_WIDTH:
             if any(isinstance(one, int) and abs(one) > _MOST_WIDTH for one in given):
                 raise OverBudget(f"{name} is given a width of more than {_MOST_WIDTH}")
             lines = str(value).count("\n") + 1 if name == "indent" else 1
-            self.budget.check_size(lines * sum(len(one) for one in given if isinstance(one, str)))
+            self._check_size(lines * sum(len(one) for one in given if isinstance(one, str)))
         elif name in ("format", "format_map"):
             self._check_format(value, given)
         elif name == "replace" and isinstance(value, str) and len(given) > 1:
-            self.budget.check_size(str(value).count(str(given[0])) * len(str(given[1])))
+            self._check_size(str(value).count(str(given[0])) * len(str(given[1])))
         elif name == "join":
-            text, parts = (
-                (value, given[0] if given else ()) if isinstance(value, str) else (given[0] if given else "", value)
-            )
-            self.budget.check_size(len(str(text)) * len(parts) if hasattr(parts, "__len__") else 0)
+            first = given[0] if given else ""
+            text, parts = (value, first) if isinstance(value, str) else (first, value)
+            self._check_size(len(str(text)) * len(parts) if hasattr(parts, "__len__") else 0)
 
     def _check_format(self, text: Any, values: Any) -> None:
         if isinstance(text, str):
             if _WIDE.search(text):
                 raise OverBudget("a format has a width of 1,000 or more, or one that is a value")
-            self.budget.check_size((text.count("%") + text.count("{")) * self.budget.measure(values))
+            self._check_size((text.count("%") + text.count("{")) * self._measure(values))
 
     def _held(self, value: Any) -> Any:
-        if isinstance(value, Iterator):
-            value = list(self._one_by_one(value))
-        self.budget.measure(value)
+        value = self._turns(value) if isinstance(value, Iterator) else value
+        self._measure(value)
         return value
 
-    def _one_by_one(self, values: Iterator[Any]) -> Iterator[Any]:
+    def _turns(self, values: Iterable[Any]) -> list[Any]:
+        taken = []
         for value in values:
-            self.budget.charge(1)
-            yield value
-
-    def _turns(self, values: Any) -> list[Any]:
-        return list(self._one_by_one(iter(values)))
+            self._charge(1)
+            taken.append(value)
+        return taken
 
     def _joined(self, values: Sequence[Any]) -> str:
-        self.budget.measure(values)
+        self._measure(values)
         return "".join(map(str, values))
 
     def _written(self, value: Any) -> Any:
-        self.budget.write(value)
+        self._size_written += self._measure(value)
+        self._check_size(self._size_written)
         return value
 
 
@@ -231,14 +206,6 @@ def _while_it_runs(function: Callable[[Any], Any]) -> Callable[[Context, Any], A
     return taking
 
 
-def _times(left: Any, right: Any) -> int:
-    """The length of a text or list that is repeated."""
-    for value, count in ((left, right), (right, left)):
-        if isinstance(value, (str, list, tuple)) and isinstance(count, int):
-            return len(value) * count
-    return 0
-
-
 def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
@@ -246,40 +213,26 @@ def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
 class _Charging(NodeTransformer):  # type: ignore[misc]
     """Puts the filters into a tree."""
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
+    def visit(self, node: nodes.Node) -> nodes.Node:
         self.generic_visit(node)
-        node.iter = _filtered(node.iter, "_turns")
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        return _filtered(nodes.List(node.nodes, lineno=node.lineno), "_joined")
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:  # noqa: N802
-        return self._held(node) if node.ctx == "load" else node
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
-        return self._held(node) if isinstance(node.arg, nodes.Slice) else self.generic_visit(node)
-
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        node.expr = _filtered(node.expr, "_held")
-        for operand in node.ops:
-            operand.expr = _filtered(operand.expr, "_held")
-        return node
-
-    def visit_Test(self, node: nodes.Test) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        if node.name not in _CHEAP_TESTS:
+        if isinstance(node, nodes.For):
+            node.iter = _filtered(node.iter, "_turns")
+        elif isinstance(node, nodes.Compare):
+            for operand in (node, *node.ops):
+                operand.expr = _filtered(operand.expr, "_held")
+        elif isinstance(node, nodes.Test) and node.name not in _CHEAP_TESTS:
             node.node = _filtered(node.node, "_held")
             node.args = [_filtered(argument, "_held") for argument in node.args]
+        elif isinstance(node, nodes.Concat):
+            return _filtered(nodes.List(node.nodes, lineno=node.lineno), "_joined")
+        elif isinstance(node, nodes.TemplateData):
+            return _filtered(nodes.Const(node.data, lineno=node.lineno), "_text")
+        elif _makes_value(node):
+            return _filtered(node, "_held")
         return node
 
-    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:  # noqa: N802
-        return _filtered(nodes.Const(node.data, lineno=node.lineno), "_text")
 
-    def _held(self, node: Any) -> nodes.Node:
-        self.generic_visit(node)
-        return _filtered(node, "_held")
-
-    visit_List = visit_Dict = _held  # noqa: N815, as Jinja has it
+def _makes_value(node: nodes.Node) -> bool:
+    is_slice = isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+    is_tuple = isinstance(node, nodes.Tuple) and node.ctx == "load"
+    return is_slice or is_tuple or isinstance(node, (nodes.List, nodes.Dict))

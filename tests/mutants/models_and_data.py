@@ -133,8 +133,8 @@ MUTANTS = (
     Mutant(
         "templates are told today's date",
         "pipetrain/data/chat_template.py",
-        "with _pinned(self.date, {",
-        "with _pinned(datetime.date.today(), {",
+        'row.get("tools")}, self.date)',
+        'row.get("tools")}, datetime.date.today())',
         ("tests/data/test_chats.py", "-k", "what_counts"),
     ),
     Mutant(
