@@ -112,11 +112,10 @@ def opened(path: Path) -> Iterator[io.BufferedIOBase]:
             yield gzip.GzipFile(fileobj=file) if path.suffix == GZIP else file
     except (OSError, EOFError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise unreadable(path, reason) from None
+        raise _unreadable(path, reason) from None
 
 
-def unreadable(path: Path, reason: str | None) -> ValueError:
-    """The error for a file that cannot be read."""
+def _unreadable(path: object, reason: str | None) -> ValueError:
     return ValueError(f"{path} cannot be read ({reason}): allow it, or leave it out of data.pattern")
 
 
@@ -160,7 +159,7 @@ def remembered(files: Sequence[Path], memory: Path, what: str, find: Callable[[]
     try:
         stats = [file.stat() for file in files]
     except OSError as error:
-        raise unreadable(Path(error.filename), error.strerror) from None
+        raise _unreadable(error.filename, error.strerror) from None
     is_settled = time.time() - max((stat.st_mtime for stat in stats), default=0.0) > _SETTLED_SECONDS
     if sum(stat.st_size for stat in stats) < _SMALL_BYTES or not is_settled:
         return find()
@@ -264,30 +263,32 @@ def cut_at_a_line(split: Split) -> Split:
     if not (split.train and split.heldout and split.train[-1].path == split.heldout[0].path):
         return split
     path, first, last = split.train[-1]
-    with opened(path) as file:
-        file.seek(max(first, last - _LONGEST_LINE))
-        before = file.read(last - max(first, last - _LONGEST_LINE))
+    before = b"".join(blocks_of(Piece(path, max(first, last - _LONGEST_LINE), last)))
     cut = last - len(before) + (before.rfind(b"\n") + 1 or end_of_characters(before))
     if cut == first:
         return split
     return Split((Piece(path, first, cut),), (Piece(path, cut, split.heldout[0].last),))
 
 
+PIECE_BYTES = 2**18  # that are read at once
+
+
+def blocks_of(piece: Piece) -> Iterator[bytes]:
+    """All its bytes. Raises ValueError: the file cannot be read, or is not what it was."""
+    left = piece.last - piece.first
+    with opened(piece.path) as file:
+        file.seek(piece.first)
+        while left:
+            block = file.read(min(PIECE_BYTES, left))
+            if not block:
+                raise ValueError(f"{piece.path} has changed while it was read; start again when it is whole")
+            left -= len(block)
+            yield block
+
+
 def read_pieces(pieces: Sequence[Piece]) -> bytes:
-    """All their bytes. Raises ValueError: a file cannot be read, or is not what it was."""
-    contents = []
-    for path, first, last in pieces:
-        with opened(path) as file:
-            file.seek(first)
-            contents.append(file.read(last - first))
-        if len(contents[-1]) != last - first:
-            raise changed(path)
-    return b"".join(contents)
-
-
-def changed(path: Path) -> ValueError:
-    """The error for a file that is no longer what it was a moment ago."""
-    return ValueError(f"{path} has changed while it was read; start again when it is whole")
+    """All their bytes, likewise."""
+    return b"".join(block for piece in pieces for block in blocks_of(piece))
 
 
 def end_of_characters(text: bytes) -> int:

@@ -12,12 +12,8 @@ import functools
 import hashlib
 import itertools
 import json
-import os
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,31 +30,16 @@ Sizes = tuple[int, int]  # samples for training, and held out
 STREAM = 0  # the number of samples of an iterable dataset, which nobody knows
 
 
-class Unread:
-    """Samples that this rank does not need: their number alone."""
-
-    sequence_length = 1
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def take(self, _: NDArray[np.int64]) -> Batch:
-        """A batch of None."""
-        return Batch(None, None)
-
-
 @dataclass(frozen=True)
 class Reader:
-    """The samples of `dataset`, or of the one that the function at `spelling` makes: once in each process, when it is first read."""
+    """The samples of the dataset that the function at `spelling` makes: once in each process, when it is first read."""
 
     key: str
     spelling: str
     args: Mapping[str, Any]
     collate: str | None = None
     size: int | None = None  # what rank 0 says
+    is_read: bool = True  # a rank that needs no samples knows their number alone, and gets batches of None
     sequence_length = 1
 
     def __len__(self) -> int:
@@ -77,7 +58,7 @@ class Reader:
 
     def take(self, indices: NDArray[np.int64]) -> Batch:
         """The samples in one batch. Raises ConfigError: one cannot be read, or they make no batch."""
-        return self.collated([self[index] for index in indices.tolist()])
+        return self.collated([self[index] for index in indices.tolist()]) if self.is_read else Batch(None, None)
 
     def __getitem__(self, index: int) -> Any:
         dataset = self.dataset
@@ -163,14 +144,12 @@ class OwnBatches(Batches):
     def _loader(self, first: int, share: Share | None) -> DataLoader[Any]:
         return DataLoader(
             self._reader,
-            batch_sampler=(
-                self.indices_from(at, share).tolist() for at in itertools.count(first, self.batch_size)
-            ),  # without end
+            batch_sampler=(self.indices_from(at, share).tolist() for at in itertools.count(first, self.batch_size)),
             num_workers=self._num_workers,
             collate_fn=self._reader.collated,
             timeout=self._timeout_seconds,
-            worker_init_fn=functools.partial(_end_with, os.getpid()),
-            multiprocessing_context="forkserver",  # a rank holds threads of gloo, which a fork would not copy
+            # A rank holds threads of gloo, which a fork would not copy. A worker ends when its parent is gone, which is the rank itself.
+            multiprocessing_context="spawn",
         )
 
     def close(self) -> None:
@@ -187,7 +166,7 @@ class Stream:
         self._reader = reader
         self._called = f"{reader.key}={reader.spelling}"
         self._position = 0  # samples that were read
-        self._iterator: Iterator[Any] | None = None
+        self._samples = self._read()
         self._last: tuple[int, list[Any]] = (0, [])  # where the samples taken last begin, and they
 
     def take(self, first: int, count: int, share: Share | None) -> Batch:
@@ -195,34 +174,36 @@ class Stream:
 
         Raises ConfigError: a sample cannot be read, or it is an earlier one.
         """
+        if not self._reader.is_read:
+            return Batch(None, None)
         if (first, count) != (self._last[0], len(self._last[1])):
             if first < self._position:
                 raise ConfigError(
                     f"{self._called}: sample {first} was read before, and an iterable dataset only goes on"
                 )
             while self._position < first:  # those that the guard passes over
-                self._read()
-            self._last = first, [self._read() for _ in range(count)]
+                next(self._samples)
+            self._last = first, list(itertools.islice(self._samples, count))
         samples = self._last[1]
         return self._reader.collated(samples if share is None else samples[share.rows_of(count)])
 
-    def _read(self) -> Any:
-        for _ in range(2):
+    def _read(self) -> Iterator[Any]:
+        """The samples from here on, without end. Raises ConfigError: one cannot be read, or there are none."""
+        num_empty = 0
+        while num_empty < 2:  # one that stood at its end has none the first time
+            num_empty += 1
             try:
-                if self._iterator is None:
-                    self._iterator = iter(self._reader.dataset)
-                sample = next(self._iterator)
-            except StopIteration:
-                self._iterator = None
-                continue
+                for sample in self._reader.dataset:
+                    self._position, num_empty = self._position + 1, 0
+                    yield sample
             except Exception as error:  # whatever the user's code raises
                 raise ConfigError(f"{self._called}: sample {self._position} raises {told_of(error)}") from error
-            self._position += 1
-            return sample
         raise ConfigError(f"{self._called}: the dataset has no samples")
 
     def state_dict(self) -> dict[str, Any]:
         """Raises ConfigError: JSON would give back another state."""
+        if not self._reader.is_read:
+            return {}
         state = self._reader.dataset.state_dict()
         try:
             is_plain = json.loads(json.dumps(state)) == state
@@ -235,42 +216,30 @@ class Stream:
         return {"position": self._position, "dataset": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._reader.dataset.load_state_dict(state["dataset"])
-        self._position, self._iterator, self._last = state["position"], None, (0, [])
+        if state and self._reader.is_read:
+            self._reader.dataset.load_state_dict(state["dataset"])
+            self._position, self._samples, self._last = state["position"], self._read(), (0, [])
 
 
 class StreamBatches(Batches):
-    """Batches of a `Stream`, or of None where this rank does not read. Phases may have batches of other sizes of one stream."""
+    """Batches of a `Stream`. Phases may have batches of other sizes of one stream."""
 
     samples_per_epoch = STREAM
 
-    def __init__(self, stream: Stream | None, batch_size: int) -> None:
+    def __init__(self, stream: Stream, batch_size: int) -> None:
         self._stream, self.batch_size = stream, batch_size
 
     def batch_from(self, first: int, share: Share | None = None) -> Batch:
-        return Batch(None, None) if self._stream is None else self._stream.take(first, self.batch_size, share)
+        return self._stream.take(first, self.batch_size, share)
 
     def are_of(self, other: Batches) -> bool:
         return isinstance(other, StreamBatches)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._stream is None else self._stream.state_dict()
+        return self._stream.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state and self._stream is not None:
-            self._stream.load_state_dict(state)
-
-
-def _end_with(rank: int, _worker: int) -> None:
-    """In a worker: it ends when the process of the rank is gone, of which nobody else tells it where that was killed."""
-
-    def watch() -> None:
-        while Path(f"/proc/{rank}").exists():
-            time.sleep(1.0)
-        os._exit(1)
-
-    if Path("/proc/self").exists():
-        threading.Thread(target=watch, name="rank", daemon=True).start()
+        self._stream.load_state_dict(state)
 
 
 @dataclass(frozen=True)
@@ -292,30 +261,27 @@ class OwnData:
         return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 
     @functools.cached_property
-    def _stream(self) -> Stream | None:
-        reader = self._samples[0]
-        return Stream(reader) if isinstance(reader, Reader) else None
+    def _readers(self) -> list[Reader]:
+        """For training and held out; phases have the same. Held out is what trains where there is nothing: none of it is read."""
+        return [replace(one, size=size, is_read=self.is_read) for one, size in zip(readers_of(self.config), self.sizes)]
+
+    @functools.cached_property
+    def _stream(self) -> Stream:
+        return Stream(self._readers[0])
 
     def batches(self, config: DataConfig) -> Batches:
         """The batches of training."""
         if self.sizes[0] == STREAM:
             return StreamBatches(self._stream, config.global_batch_size)
         num_workers = config.num_workers if self.is_read else 0
-        return OwnBatches(self._samples[0], config.global_batch_size, self.seed, num_workers, self.timeout_seconds)
+        return OwnBatches(self._readers[0], config.global_batch_size, self.seed, num_workers, self.timeout_seconds)
 
     def heldout(self, config: DataConfig) -> HeldoutBatches:
         """All held-out samples, in order; without `data.heldout_target` none."""
-        return HeldoutBatches(self._samples[-1], config.global_batch_size, self.sizes[1])
-
-    @functools.cached_property
-    def _samples(self) -> list[Reader | Unread]:
-        """For training and held out; phases have the same. Held out is what trains where there is nothing: none of it is read."""
-        if not self.is_read:
-            return [Unread(size) for size in self.sizes]
-        return [replace(reader, size=size) for reader, size in zip(_readers(self.config), self.sizes)]
+        return HeldoutBatches(self._readers[-1], config.global_batch_size, self.sizes[1])
 
 
-def _readers(config: DataConfig) -> list[Reader]:
+def readers_of(config: DataConfig) -> list[Reader]:
     assert config.target is not None, "it was checked"
     readers = [Reader("data.target", config.target, config.args, config.collate)]
     if config.heldout_target is not None:
@@ -325,7 +291,7 @@ def _readers(config: DataConfig) -> list[Reader]:
 
 def check_own_data(config: DataConfig) -> None:
     """Whether there are such functions; none is called. Raises ConfigError: there are none, or they take other arguments."""
-    for reader in _readers(config):
+    for reader in readers_of(config):
         check_target(reader.key, reader.spelling, reader.args)
     if config.collate is not None:
         function_of("data.collate", config.collate, {})
@@ -337,7 +303,7 @@ def sizes_of(config: DataConfig) -> Sizes:
     Raises ConfigError: there is no dataset, it has no samples, or they make no batch; or workers would read an iterable one.
     """
     sizes = []
-    for reader in _readers(config):
+    for reader in readers_of(config):
         if _is_stream(reader.dataset):
             if config.num_workers:
                 raise ConfigError(
@@ -380,7 +346,7 @@ def batches(
         ValueError: the dataset has no `__len__` and `__getitem__`, or no samples.
     """
     check_map_style("dataset", dataset)
-    order = Batches(Unread(len(dataset)), batch_size, seed)
+    order = Batches(dataset, batch_size, seed)
     return (
         collate([dataset[index] for index in order.indices_from(step * batch_size).tolist()])
         for step in itertools.count(first_step)

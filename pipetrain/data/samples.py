@@ -38,7 +38,9 @@ class Windows:
 
     def __init__(self, tokens: Ids, sequence_length: int) -> None:
         self.sequence_length = sequence_length
-        self._windows = windows_of(tokens, sequence_length)
+        self._windows = tokens[:0].reshape(0, sequence_length + 1)
+        if len(tokens) > sequence_length:
+            self._windows = sliding_window_view(tokens, sequence_length + 1)[::sequence_length]
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -49,29 +51,20 @@ class Windows:
         return Batch(inputs=wide[:, :-1].contiguous(), targets=wide[:, 1:].contiguous())
 
 
-def windows_of(tokens: Ids, sequence_length: int) -> Ids:
-    """All windows `[windows, sequence_length + 1]`, a view of `tokens [tokens]`."""
-    if len(tokens) <= sequence_length:
-        return np.empty((0, sequence_length + 1), tokens.dtype)
-    return sliding_window_view(tokens, sequence_length + 1)[::sequence_length]
-
-
 class Documents:
     """Samples of whole documents, as `packed` has them; without it one each, and a mask in place of positions.
 
-    Of a document that is longer than `sequence_length` they have the beginning.
+    Of a document that is longer than `room` they have the beginning.
     """
 
     def __init__(
         self, part: TokenPart, documents: NDArray[np.int64], packed: Packed | None, *, room: int, pad: int
     ) -> None:
         self.sequence_length = room
-        self._part = part
-        self._pad = pad
-        self._with_mask = packed is None
-        order, ends = packed if packed is not None else (np.arange(len(documents)), np.arange(1, len(documents) + 1))
+        self._part, self._pad, self._with_mask = part, pad, packed is None
+        each = np.arange(len(documents))
+        order, self._ends = packed or (each, each + 1)
         self._documents = documents[order]
-        self._ends = ends
 
     def __len__(self) -> int:
         return len(self._ends)

@@ -105,7 +105,7 @@ def test_a_chat_begins_once(tmp_path: pathlib.Path) -> None:
     tokenizer = tokenizer_of(tmp_path, PLAIN)
     assert tokenizer.encode_documents([chat()]).ids.tolist().count(0) == 1
     assert tokenizer.encode_prompt(tokenizer.render(MESSAGES[:1])).count(0) == 1
-    assert tokenizer.encode(b"Hi").tolist()[0] == 0
+    assert tokenizer.encode(b"Hi")[0] == 0
     text = Document("<s>Hi</s>", Place(0, 1), 1, False)
     assert tokenizer.encode_documents([text]).ids.tolist() == [0, *tokenizer.encode_prompt("Hi"), 1]
 

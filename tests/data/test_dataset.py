@@ -129,9 +129,8 @@ def test_folders_are_searched_and_patterns_choose(tmp_path: pathlib.Path) -> Non
 
 def test_bytes_survive_the_tokenizer() -> None:
     tokenizer = ByteTokenizer()
-    assert tokenizer.encode("für".encode()).tolist() == [102, 195, 188, 114]
-    assert tokenizer.encode(b"").shape == (0,)
-    assert tokenizer.encode(b"ab").dtype == torch.uint8
+    assert tokenizer.encode("für".encode()) == [102, 195, 188, 114]
+    assert tokenizer.encode(b"") == []
     assert tokenizer.decode(tokenizer.encode("für".encode())) == "für"
     assert ByteTokenizer().decode([0xC3]) == "�"
 
