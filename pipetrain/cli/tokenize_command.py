@@ -55,8 +55,8 @@ def _tokenize(arguments: Arguments) -> int:
             "data.tokenizer=FOLDER_OR_NAME, or a folder for the tokens, --out=FOLDER"
         )
     if arguments.check:
-        found = None if out is not None else kept_tokens(data, tokenizer)
-        if found is None:
+        found = kept_tokens(data, tokenizer)
+        if out is not None or found is None:
             raise ValueError(
                 f"{arguments.path}: --check finds no tokens of it in the cache; give a folder of tokens, or the keys of the run"
             )
@@ -98,22 +98,19 @@ def tokenize_ahead(config: RunConfig) -> None:
     data, own = config.data, config.model.path
     if data.name == PYTHON:
         return
-    tokenizer = make_tokenizer(data, own)
-    if data.name != "memmap" and (tokenizer is None or not is_cached(data, tokenizer)):
+    if data.name != "memmap" and not is_cached(data, make_tokenizer(data, own)):
         return
     wait = config.timeout_seconds
     make_data(data, config.seed, own_tokenizer=own, timeout_seconds=wait, tell=_progress(config))
 
 
-def _progress(config: RunConfig) -> Callable[[float], None] | None:
-    """What is to be told which share is done: says so in a line every few seconds, and nothing of what takes less. None: it is not shown."""
-    if not config.observe.progress:
-        return None
+def _progress(config: RunConfig) -> Callable[[float], None]:
+    """What is to be told which share is done: says so in a line every few seconds, and nothing of what takes less."""
     said_at = time.monotonic()
 
     def tell(share: float) -> None:
         nonlocal said_at
-        if time.monotonic() - said_at >= _SECONDS_BETWEEN_LINES:
+        if config.observe.progress and time.monotonic() - said_at >= _SECONDS_BETWEEN_LINES:
             said_at = time.monotonic()
             say(f"tokenizing: {share:.0%}")
 

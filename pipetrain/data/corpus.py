@@ -39,10 +39,7 @@ def find_files(config: DataConfig) -> list[Path]:
         # Folders that are left out are not entered: site-packages alone may hold twenty times as many files.
         below = [one.name for one in root.iterdir() if one.is_dir() and not one.is_symlink()]
         patterns = ["*.py", *(f"{name}/**/*.py" for name in below if name not in _NOT_STDLIB)]
-        files = [file for file in _sorted_files(root, *patterns) if not _NOT_STDLIB & set(file.relative_to(root).parts)]
-        if not files:
-            raise ValueError(f"data=stdlib: no Python sources in {root}; use your own text: data=text data.path=FOLDER")
-        return _readable(files, "data=stdlib")
+        return [file for file in _sorted_files(root, *patterns) if not _NOT_STDLIB & set(file.relative_to(root).parts)]
     assert config.path is not None, "it was checked"
     return files_at("data.path", config.path, config.pattern)
 
@@ -65,7 +62,10 @@ def files_at(key: str, given: str, pattern: str) -> list[Path]:
             near = [path.with_name(name) for name in difflib.get_close_matches(path.name, names, n=1)]
             hint = f"did you mean {key}={near[0]}?" if near else "give a file or folder that exists"
             raise ValueError(f"{key}={given} is not there (seen from {Path.cwd()}); {hint}")
-    return _readable(files, f"{key}={given}")
+    for file in files:
+        if not os.access(file, os.R_OK):
+            raise ValueError(f"{key}={given}: {file} may not be read; allow it with: chmod +r {file}")
+    return files
 
 
 def _files_in(folder: Path, key: str, given: str, pattern: str) -> list[Path]:
@@ -122,13 +122,6 @@ def _unreadable(path: object, reason: str | None) -> ValueError:
 def key_of_text(config: DataConfig) -> str:
     """What the user typed to choose the text, for messages."""
     return f"data={config.name}" if config.path is None else f"data.path={config.path}"
-
-
-def _readable(files: list[Path], key: str) -> list[Path]:
-    for file in files:
-        if not os.access(file, os.R_OK):
-            raise ValueError(f"{key}: {file} may not be read; allow it with: chmod +r {file}")
-    return files
 
 
 def _sorted_files(root: Path, *patterns: str) -> list[Path]:
@@ -207,17 +200,17 @@ class Split:
     heldout: tuple[Piece, ...]
 
 
-def split_files(files: Sequence[Scanned], eval_fraction: float) -> Split:
-    """Holds out `eval_fraction` of the bytes of `files` (0: nothing), file by file.
+def split_files(train: Sequence[Scanned], heldout: Sequence[Scanned], eval_fraction: float) -> Split:
+    """Holds out the files `heldout`; without any, `eval_fraction` of the bytes of `train` (0: nothing), file by file.
 
     Files are taken in the order of the SHA-256 of their content: it depends on nothing but the content, scatters neighbours, and makes
     copies of a file one (a copy is read once). A file is held out where the wanted bytes are not passed by it; if every
     file would pass them, the smallest is. A single file is cut: its last bytes are held out.
     """
-    pieces = in_order(files)
+    pieces = _in_order(train)
     wanted = int(eval_fraction * sum(piece.last for piece in pieces))
-    if wanted == 0:
-        return Split(pieces, ())
+    if heldout or wanted == 0:
+        return Split(pieces, _in_order(heldout))
     if len(pieces) == 1:
         path, _, size = pieces[0]
         return Split((Piece(path, 0, size - wanted),), (Piece(path, size - wanted, size),))
@@ -226,14 +219,12 @@ def split_files(files: Sequence[Scanned], eval_fraction: float) -> Split:
         if taken + piece.last <= wanted:
             held.add(piece)
             taken += piece.last
-    if not held:
-        held = {min(pieces, key=lambda piece: piece.last)}
-    return Split(
-        tuple(piece for piece in pieces if piece not in held), tuple(piece for piece in pieces if piece in held)
-    )
+    held = held or {min(pieces, key=lambda piece: piece.last)}
+    train_pieces = tuple(piece for piece in pieces if piece not in held)
+    return Split(train_pieces, tuple(piece for piece in pieces if piece in held))
 
 
-def in_order(files: Sequence[Scanned]) -> tuple[Piece, ...]:
+def _in_order(files: Sequence[Scanned]) -> tuple[Piece, ...]:
     """The files that are not empty, whole, by the digest of their content; of copies the first."""
     distinct: dict[bytes, Piece] = {}
     for file in files:
@@ -250,12 +241,6 @@ def files_of(config: DataConfig) -> tuple[list[Scanned], list[Scanned]]:
     heldout = scan(files_at("data.eval_path", config.eval_path, config.pattern), memory_of(config))
     held = {file.digest for file in heldout}
     return [file for file in train if file.digest not in held], heldout
-
-
-def split_of(config: DataConfig) -> Split:
-    """What of the files of `config` is trained on and held out."""
-    train, heldout = files_of(config)
-    return Split(in_order(train), in_order(heldout)) if heldout else split_files(train, config.eval_fraction)
 
 
 def cut_at_a_line(split: Split) -> Split:

@@ -21,7 +21,7 @@ from pipetrain.config.problem import choice_error
 from pipetrain.config.records import PYTHON, STREAM, DataConfig
 from pipetrain.config.schema import check_limits
 from pipetrain.data.batches import Batches, HeldoutBatches
-from pipetrain.data.corpus import files_at, find_files, key_of_text, memory_of, read_pieces, split_of
+from pipetrain.data.corpus import files_at, files_of, find_files, key_of_text, memory_of, read_pieces, split_files
 from pipetrain.data.documents import check_installed
 from pipetrain.data.own import OwnData, check_own_data, sizes_of
 from pipetrain.data.samples import InVocabulary, SampleSets, folder_samples, stream_samples, too_short
@@ -65,11 +65,6 @@ def make_tokenizer(config: DataConfig, own: str | None = None) -> Tokenizer | No
 def check_data(config: DataConfig, own_tokenizer: str | None = None) -> None:
     """Raise ValueError where `config` cannot work, without reading a file: for the command line, before a process starts."""
     check_limits(config, "data.")
-    check_text(config, own_tokenizer)
-
-
-def check_text(config: DataConfig, own_tokenizer: str | None = None) -> None:
-    """Raise ValueError where there is nothing that makes a sample; the values of `config` were checked, each for itself."""
     if config.name not in _SOURCES:
         raise choice_error("data", config.name, _SOURCES)
     if config.name == PYTHON:
@@ -148,7 +143,7 @@ def open_data(
     *,
     own_tokenizer: str | None = None,
     timeout_seconds: float = WAIT_SECONDS,
-    tell: Tell | None = None,
+    tell: Tell = lambda _: None,
 ) -> OpenData:
     """Find, read and tokenize what `config` names, to be cut.
 
@@ -173,9 +168,9 @@ def _check_length(config: DataConfig) -> None:
         )
 
 
-def _of_text(config: DataConfig, tokenizer: Tokenizer, timeout_seconds: float, tell: Tell | None) -> _LayOut:
+def _of_text(config: DataConfig, tokenizer: Tokenizer, timeout_seconds: float, tell: Tell) -> _LayOut:
     if is_bytes(config, tokenizer):
-        split = split_of(config)
+        split = split_files(*files_of(config), config.eval_fraction)
         if sum(piece.last - piece.first for piece in (*split.train, *split.heldout)) <= _IN_MEMORY_BYTES:
             train, heldout = read_pieces(split.train), read_pieces(split.heldout)
             rows = np.frombuffer(train, np.uint8), np.frombuffer(heldout, np.uint8)

@@ -42,6 +42,10 @@ class Reader:
     is_read: bool = True  # a rank that needs no samples knows their number alone, and gets batches of None
     sequence_length = 1
 
+    @property
+    def called(self) -> str:
+        return f"{self.key}={self.spelling}"
+
     def __len__(self) -> int:
         return len(self.dataset) if self.size is None else self.size
 
@@ -52,7 +56,7 @@ class Reader:
         size = STREAM if _is_stream(made) else len(made)
         if self.size not in (None, size):
             raise ConfigError(
-                f"{self.key}={self.spelling}: has {size} samples here and {self.size} on rank 0: every rank needs the same"
+                f"{self.called}: has {size} samples here and {self.size} on rank 0: every rank needs the same"
             )
         return made
 
@@ -65,7 +69,7 @@ class Reader:
         try:
             return dataset[index]
         except Exception as error:  # whatever the user's code raises
-            raise ConfigError(f"{self.key}={self.spelling}: sample {index} raises {told_of(error)}") from error
+            raise ConfigError(f"{self.called}: sample {index} raises {told_of(error)}") from error
 
     def collated(self, samples: list[Any]) -> Batch:
         """Raises ConfigError: the samples make no batch."""
@@ -74,12 +78,12 @@ class Reader:
             batch = collate(samples)
         except Exception as error:  # whatever the user's code raises
             raise ConfigError(
-                f"{self.key}={self.spelling}: samples make no batch ({told_of(error)}): each must be the same tree of tensors of one "
+                f"{self.called}: samples make no batch ({told_of(error)}): each must be the same tree of tensors of one "
                 "shape; or name a function from a list of samples to a batch, data.collate=my_package.data:collate"
             ) from error
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ConfigError(
-                f"{self.key}={self.spelling}: a sample must be the pair (inputs, targets), and a batch is a {type(batch).__name__}; name a "
+                f"{self.called}: a sample must be the pair (inputs, targets), and a batch is a {type(batch).__name__}; name a "
                 "function that makes pairs, data.collate=my_package.data:collate"
             )
         return Batch(*batch)
@@ -128,7 +132,16 @@ class OwnBatches(Batches):
             return super().batch_from(first, share)
         if self._loaded is None or self._next != (first, share):  # the first, or after a rollback
             self.close()
-            self._loaded = iter(self._loader(first, share))
+            loader = DataLoader(
+                self._reader,
+                batch_sampler=(self.indices_from(at, share).tolist() for at in itertools.count(first, self.batch_size)),
+                num_workers=self._num_workers,
+                collate_fn=self._reader.collated,
+                timeout=self._timeout_seconds,
+                # A rank holds threads of gloo, which a fork would not copy. Workers end when their parent is gone, which is the rank itself.
+                multiprocessing_context="spawn",
+            )
+            self._loaded = iter(loader)
         try:
             batch = next(self._loaded)
         except ConfigError as error:  # of a worker: the last line of what torch makes of it
@@ -140,17 +153,6 @@ class OwnBatches(Batches):
             ) from error
         self._next = first + self.batch_size, share
         return Batch(*batch)
-
-    def _loader(self, first: int, share: Share | None) -> DataLoader[Any]:
-        return DataLoader(
-            self._reader,
-            batch_sampler=(self.indices_from(at, share).tolist() for at in itertools.count(first, self.batch_size)),
-            num_workers=self._num_workers,
-            collate_fn=self._reader.collated,
-            timeout=self._timeout_seconds,
-            # A rank holds threads of gloo, which a fork would not copy. A worker ends when its parent is gone, which is the rank itself.
-            multiprocessing_context="spawn",
-        )
 
     def close(self) -> None:
         """Ends the workers. An error may hold the iterator, which ends them only when it is deleted."""
@@ -164,7 +166,6 @@ class Stream:
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._called = f"{reader.key}={reader.spelling}"
         self._position = 0  # samples that were read
         self._samples = self._read()
         self._last: tuple[int, list[Any]] = (0, [])  # where the samples taken last begin, and they
@@ -179,7 +180,7 @@ class Stream:
         if (first, count) != (self._last[0], len(self._last[1])):
             if first < self._position:
                 raise ConfigError(
-                    f"{self._called}: sample {first} was read before, and an iterable dataset only goes on"
+                    f"{self._reader.called}: sample {first} was read before, and an iterable dataset only goes on"
                 )
             while self._position < first:  # those that the guard passes over
                 next(self._samples)
@@ -197,8 +198,8 @@ class Stream:
                     self._position, num_empty = self._position + 1, 0
                     yield sample
             except Exception as error:  # whatever the user's code raises
-                raise ConfigError(f"{self._called}: sample {self._position} raises {told_of(error)}") from error
-        raise ConfigError(f"{self._called}: the dataset has no samples")
+                raise ConfigError(f"{self._reader.called}: sample {self._position} raises {told_of(error)}") from error
+        raise ConfigError(f"{self._reader.called}: the dataset has no samples")
 
     def state_dict(self) -> dict[str, Any]:
         """Raises ConfigError: JSON would give back another state."""
@@ -211,7 +212,7 @@ class Stream:
             is_plain = False
         if not is_plain:
             raise ConfigError(
-                f"{self._called}: state_dict() must give what JSON gives back as it was: lists, numbers, text, and dicts with text as keys"
+                f"{self._reader.called}: state_dict() must give what JSON gives back as it was: lists, numbers, text, and dicts with text as keys"
             )
         return {"position": self._position, "dataset": state}
 

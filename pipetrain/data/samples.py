@@ -221,11 +221,8 @@ def too_short(what: str, size: int, config: DataConfig, unit: str) -> ValueError
     """The error for text that does not make one sample."""
     where = key_of_text(config)
     need = f"a sample of data.sequence_length={config.sequence_length} needs {config.sequence_length + 1}"
-    if size < 2:
-        return ValueError(f"{where}: {what} has {size} {unit} and {need}; give more text, or data.eval_fraction=0")
-    return ValueError(
-        f"{where}: {what} has {size} {unit} and {need}; give more text, or data.sequence_length={size - 1}"
-    )
+    instead = "data.eval_fraction=0" if size < 2 else f"data.sequence_length={size - 1}"
+    return ValueError(f"{where}: {what} has {size} {unit} and {need}; give more text, or {instead}")
 
 
 def _holds_out(config: DataConfig) -> bool:

@@ -4,7 +4,7 @@
     call, operator, filter, output ──► charged, and what it gives is measured
 
 Jinja's sandbox keeps a template from reaching Python; it does not keep it from running for ever. What goes over its budget is refused by
-`OverBudget`, whatever time or memory there is: else the samples of a corpus would depend on the machine.
+OverflowError, as a range is that is too long for that sandbox, whatever time or memory there is: else the samples of a corpus would depend on the machine.
 """
 
 from __future__ import annotations
@@ -43,10 +43,6 @@ _NO_GLOBALS = ("cycler", "joiner", "lipsum")
 _CHEAP_TESTS = {"boolean", "callable", "defined", "false", "float", "integer", "iterable", "mapping", "none"}
 _CHEAP_TESTS |= {"number", "sequence", "string", "true", "undefined"}
 _WIDE = re.compile(r"\d{4,}|%[^a-z%]*\*|:[^}]*\{")  # a width of 1,000 or more, or one that comes with the values
-
-
-class OverBudget(Exception):
-    """A template does more with a document than it may; the message says what."""
 
 
 class BudgetedEnvironment(ImmutableSandboxedEnvironment):  # type: ignore[misc]
@@ -89,7 +85,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         self._charge(_CALL)
         self._calls += 1
         if self._calls > _MOST_CALLS:
-            raise OverBudget(f"more than {_MOST_CALLS} calls are inside each other")
+            raise OverflowError(f"more than {_MOST_CALLS} calls are inside each other")
         try:
             return self._held(super().call(context, called, *args, **kwargs))
         finally:
@@ -101,7 +97,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         if operator == "**" and isinstance(right, int):
             num_bits = bits[0] * right
         if num_bits > _MOST_BITS:
-            raise OverBudget(f"a number has more than {_MOST_BITS} bits")
+            raise OverflowError(f"a number has more than {_MOST_BITS} bits")
         if operator == "*":
             for value, count in ((left, right), (right, left)):
                 if isinstance(value, (str, list, tuple)) and isinstance(count, int):
@@ -118,7 +114,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         if self._charges % 4096 == 0 and time.monotonic() > self._deadline:
             raise TooSlow(f"its chat template takes more than {MOST_SECONDS:.0f} s")
         if self._work < 0:
-            raise OverBudget("it takes too many steps: it may look at each message a thousand times")
+            raise OverflowError("it takes too many steps: it may look at each message a thousand times")
 
     def _measure(self, value: Any) -> int:
         """Characters and values of all that is in `value`, each time that it is in there; charges that."""
@@ -138,7 +134,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):  # type: ignore[misc]
 
     def _check_size(self, size: int) -> None:
         if size > self._most_size:
-            raise OverBudget(f"it makes a value of more than {self._most_size:,} characters")
+            raise OverflowError(f"it makes a value of more than {self._most_size:,} characters")
 
     def _charged(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """A filter whose values are measured before and after; what comes one by one is taken at once."""
@@ -160,7 +156,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):  # type: ignore[misc]
             self._measure(one)
         if name in _WITH_WIDTH:
             if any(isinstance(one, int) and abs(one) > _MOST_WIDTH for one in given):
-                raise OverBudget(f"{name} is given a width of more than {_MOST_WIDTH}")
+                raise OverflowError(f"{name} is given a width of more than {_MOST_WIDTH}")
             lines = str(value).count("\n") + 1 if name == "indent" else 1
             self._check_size(lines * sum(len(one) for one in given if isinstance(one, str)))
         elif name in ("format", "format_map"):
@@ -175,7 +171,7 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):  # type: ignore[misc]
     def _check_format(self, text: Any, values: Any) -> None:
         if isinstance(text, str):
             if _WIDE.search(text):
-                raise OverBudget("a format has a width of 1,000 or more, or one that is a value")
+                raise OverflowError("a format has a width of 1,000 or more, or one that is a value")
             self._check_size((text.count("%") + text.count("{")) * self._measure(values))
 
     def _held(self, value: Any) -> Any:

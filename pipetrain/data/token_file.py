@@ -16,9 +16,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,7 @@ TOKENS_JSON = "tokens.json"
 PARTS = TRAIN, HELDOUT = "train", "heldout"
 _AGAIN = "make it again: pipetrain tokenize"
 FORMAT = 1  # of such a folder: another number makes all caches anew
-_TYPES = (np.uint8, np.uint16, np.uint32)
+_TYPES = ("uint8", "uint16", "uint32")
 
 Ids = NDArray[Any]
 
@@ -84,18 +85,13 @@ class TokenPart:
         return np.diff(self.ends, prepend=0)
 
 
-def smallest_type(vocabulary_size: int) -> np.dtype[Any]:
-    """The smallest type on disk that holds every token id."""
-    return np.dtype(next(kind for kind in _TYPES if vocabulary_size <= np.iinfo(kind).max + 1))
-
-
 def read_sheet(folder: Path) -> TokenSheet:
     """Raises DamagedFile: it cannot be read, or is of another version."""
     path = folder / TOKENS_JSON
     sheet = read_record(TokenSheet, path, _AGAIN)
     if sheet.format != FORMAT:
         raise DamagedFile(path, f"it is of format {sheet.format}, this version reads {FORMAT}", _AGAIN)
-    if sheet.item_type not in [np.dtype(kind).name for kind in _TYPES]:
+    if sheet.item_type not in _TYPES:
         raise DamagedFile(path, f"item_type is {sheet.item_type!r}", _AGAIN)
     if missing := set(PARTS) - sheet.parts.keys():
         raise DamagedFile(path, f"the part {missing.pop()!r} is missing", _AGAIN)
@@ -139,23 +135,16 @@ def _digest_of_part(digests: Mapping[str, str]) -> str:
 
 
 class PartWriter:
-    """Appends documents to the files of one part, and hashes what they hold."""
+    """Appends documents to the files of one part, which `stack` closes, and hashes what they hold."""
 
-    def __init__(self, folder: Path, kind: np.dtype[Any], *, is_chat: bool) -> None:
+    def __init__(self, folder: Path, kind: np.dtype[Any], stack: ExitStack, *, is_chat: bool) -> None:
         self._kind = kind
         folder.mkdir()
         names = ("tokens", "ends", "places", *(("counted",) if is_chat else ()))
-        self._files = {name: (folder / f"{name}.bin").open("wb") for name in names}
+        self._files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in names}
         self._hashes = {name: hashlib.sha256() for name in names}
         self._tokens = self._documents = self._counted = 0
         self._largest = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
 
     def add(self, ids: Ids, counted: NDArray[np.bool_] | None, lengths: Ids, documents: Sequence[Document]) -> None:
         """Several documents, or pieces of one: their `ids`, one after the other, and the `lengths` that they have."""
