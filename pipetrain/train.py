@@ -30,7 +30,7 @@ from pipetrain.config.records import HUGGING_FACE, NATIVE, PYTHON, WEIGHTS_IN, R
 from pipetrain.config.terminal import say
 from pipetrain.config.together import check_run, with_steps
 from pipetrain.data.batches import PhasedBatches
-from pipetrain.data.dataset import Data, open_data, own_data
+from pipetrain.data.dataset import Data, OpenData, own_data
 from pipetrain.data.own import OwnData, check_length, sizes_of
 from pipetrain.engine.available import check_available, check_engine
 from pipetrain.engine.engine import make_engine
@@ -134,7 +134,7 @@ def _data(config: RunConfig, group: Group, plan: Plan) -> list[Data]:
         opened_own = OwnData(config.data, config.seed, (sizes[0], sizes[1]), is_read, wait)
         return [own_data(phase.config.data, opened_own) for phase in phases]
     with naming_phase(phases[0], config):
-        opened = open_data(phases[0].config.data, config.seed, own_tokenizer=own, timeout_seconds=wait)
+        opened = OpenData(phases[0].config.data, config.seed, own_tokenizer=own, timeout_seconds=wait)
     for phase in phases:
         with naming_phase(phase, config):
             data.append(opened.cut(phase.config.data))

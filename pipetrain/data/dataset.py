@@ -94,11 +94,11 @@ def check_data(config: DataConfig, own_tokenizer: str | None = None) -> None:
 
 
 def make_data(config: DataConfig, seed: int, **how: Any) -> Data:
-    """Find, read, tokenize and cut what `config` names, as `open_data`; `seed` orders the training samples and nothing else."""
+    """Find, read, tokenize and cut what `config` names, as `OpenData`; `seed` orders the training samples and nothing else."""
     if config.name == PYTHON:
         check_data(config)
         return own_data(config, OwnData(config, seed, sizes_of(config)))
-    return open_data(config, seed, **how).cut(config)
+    return OpenData(config, seed, **how).cut(config)
 
 
 def own_data(config: DataConfig, own: OwnData) -> Data:
@@ -109,11 +109,28 @@ def own_data(config: DataConfig, own: OwnData) -> Data:
 
 
 class OpenData:
-    """What was read once, to be cut into samples of one length or of several."""
+    """What a configuration names: found, read and tokenized once, to be cut into samples of one length or of several."""
 
-    def __init__(self, lay_out: _LayOut, tokenizer: Tokenizer | None, seed: int) -> None:
-        self._lay_out = lay_out
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        config: DataConfig,
+        seed: int,
+        *,
+        own_tokenizer: str | None = None,
+        timeout_seconds: float = WAIT_SECONDS,
+        tell: Tell = lambda _: None,
+    ) -> None:
+        """`own_tokenizer` is what data.tokenizer=null means. Of several processes one tokenizes; the others wait while it makes progress.
+
+        Raises ValueError, with the key and what to type next: there are no documents or too few, or one cannot be a sample.
+        """
+        check_data(config, own_tokenizer)
+        self._tokenizer = make_tokenizer(config, own_tokenizer)
+        if config.name == "memmap":
+            self._lay_out = _of_memmap(config, self._tokenizer)
+        else:
+            assert self._tokenizer is not None, "it was checked"
+            self._lay_out = _of_text(config, self._tokenizer, timeout_seconds, tell)
         self._seed = seed
         self._sets: dict[int, SampleSets] = {}
 
@@ -135,29 +152,6 @@ class OpenData:
             num_skipped=sets.num_skipped,
             first_skipped=sets.first_skipped,
         )
-
-
-def open_data(
-    config: DataConfig,
-    seed: int,
-    *,
-    own_tokenizer: str | None = None,
-    timeout_seconds: float = WAIT_SECONDS,
-    tell: Tell = lambda _: None,
-) -> OpenData:
-    """Find, read and tokenize what `config` names, to be cut.
-
-    `own_tokenizer` is what data.tokenizer=null means. Of several processes one tokenizes; the others wait while it makes progress.
-    Raises ValueError, with the key and what to type next: there are no documents or too few, or one cannot be a sample.
-    """
-    check_data(config, own_tokenizer)
-    tokenizer = make_tokenizer(config, own_tokenizer)
-    if config.name == "memmap":
-        lay_out = _of_memmap(config, tokenizer)
-    else:
-        assert tokenizer is not None, "it was checked"
-        lay_out = _of_text(config, tokenizer, timeout_seconds, tell)
-    return OpenData(lay_out, tokenizer, seed)
 
 
 def _check_length(config: DataConfig) -> None:

@@ -24,12 +24,8 @@ from pipetrain.data.corpus import Piece, Scanned, Split, blocks_of, digest_of, e
 
 MESSAGES = "messages"  # the field of a chat
 CONVERSATIONS = "conversations"  # that of a chat of ShareGPT, whose messages have `from` and `value`
-_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-}  # by `from`; others are called so
+# By `from`; others are called so.
+_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 _LONGEST_LINE = 2**24
 
 Row = Mapping[str, Any]

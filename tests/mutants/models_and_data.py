@@ -118,7 +118,7 @@ MUTANTS = (
     ),
     Mutant(
         "macros of a template may be inside each other without end",
-        "pipetrain/data/template_budget.py",
+        "pipetrain/data/chat_template.py",
         "if self._calls > _MOST_CALLS:",
         "if False:",
         ("tests/data/test_template_budget.py", "-k", "itself"),
