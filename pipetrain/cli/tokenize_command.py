@@ -41,10 +41,10 @@ def _tokenize(arguments: Arguments) -> int:
     config = load_config(arguments.overrides)
     data = replace(config.data, path=arguments.path)
     from pipetrain.data.dataset import check_data, make_tokenizer
-    from pipetrain.data.token_file import TOKENS_JSON, read_sheet
-    from pipetrain.data.tokenizing import is_cached, kept_tokens, tokenized
+    from pipetrain.data.token_file import read_sheet
+    from pipetrain.data.tokenizing import corpus_of, folder_in_cache, is_cached, is_whole, tokenized
 
-    if arguments.check and (path / TOKENS_JSON).is_file():
+    if arguments.check and is_whole(path):
         return _checked(path)
     out = None if arguments.out is None else Path(arguments.out).expanduser()
     check_data(data, config.model.path)
@@ -55,14 +55,14 @@ def _tokenize(arguments: Arguments) -> int:
             "data.tokenizer=FOLDER_OR_NAME, or a folder for the tokens, --out=FOLDER"
         )
     if arguments.check:
-        found = kept_tokens(data, tokenizer)
-        if out is not None or found is None:
+        found = folder_in_cache(data, corpus_of(data, tokenizer), tokenizer)
+        if out is not None or not is_whole(found):
             raise ValueError(
                 f"{arguments.path}: --check finds no tokens of it in the cache; give a folder of tokens, or the keys of the run"
             )
         return _checked(found)
     if out is not None and out.exists():
-        what = "tokens" if (out / TOKENS_JSON).is_file() else "something"
+        what = "tokens" if is_whole(out) else "something"
         raise ValueError(f"--out={arguments.out}: there is {what} already; remove it, or give another folder")
     folder = tokenized(data, tokenizer, out=out, timeout_seconds=config.timeout_seconds, tell=_progress(config))
     sheet = read_sheet(folder)

@@ -88,21 +88,16 @@ class HeldoutBatches:
     """
 
     def __init__(self, samples: Samples, batch_size: int, max_tokens: int) -> None:
-        self._samples = samples
-        self._batch_size = batch_size
-        self._count = min(len(samples), max_tokens // samples.sequence_length)
+        self._samples, self._batch_size = samples, batch_size
+        count = min(len(samples), max_tokens // samples.sequence_length)
+        self.indices = np.arange(count, dtype=np.int64) * len(samples) // max(count, 1)  # of the samples that are read
 
     def __len__(self) -> int:
-        return -(-self._count // self._batch_size)
+        return -(-len(self.indices) // self._batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        indices = self.sample_indices()
-        for first in range(0, self._count, self._batch_size):
-            yield self._samples.take(indices[first : first + self._batch_size])
-
-    def sample_indices(self) -> NDArray[np.int64]:
-        """Which samples are read, ascending, `[count]`."""
-        return np.arange(self._count, dtype=np.int64) * len(self._samples) // max(self._count, 1)
+        for first in range(0, len(self.indices), self._batch_size):
+            yield self._samples.take(self.indices[first : first + self._batch_size])
 
 
 PassedOver = Sequence[tuple[int, int]]

@@ -48,7 +48,7 @@ def tokenized(
 ) -> Path:
     """The folder with the tokens: `out`, or one in the cache, made once. Raises ValueError: a document cannot be a sample, or the folder cannot be written."""
     corpus = corpus_of(config, tokenizer)
-    folder = _in_cache(config, corpus, tokenizer) if out is None else out
+    folder = folder_in_cache(config, corpus, tokenizer) if out is None else out
     make = partial(write_tokens, corpus, tokenizer, skips=config.on_error == "skip", tell=tell)
     return made_once(folder, make, timeout_seconds=timeout_seconds)
 
@@ -58,7 +58,7 @@ def made_once(folder: Path, make: Callable[[Path], None], *, timeout_seconds: fl
 
     Raises ValueError: it cannot be written, its file system has no locks, or nothing has come from its maker for `timeout_seconds`.
     """
-    if _is_whole(folder):
+    if is_whole(folder):
         return folder
     draft = folder.with_name(f"{folder.name}.draft")
     lock = FileLock(folder.with_name(f"{folder.name}.lock"), mode=0o640, fallback_to_soft=False)
@@ -77,7 +77,7 @@ def made_once(folder: Path, make: Callable[[Path], None], *, timeout_seconds: fl
                         "end it, or choose another data.cache_dir"
                     ) from None
                 size, wait = now, timeout_seconds
-        if not _is_whole(folder):
+        if not is_whole(folder):
             with open_to_append(Path(lock.lock_file)) as file:
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -103,7 +103,8 @@ def _size_of_files(draft: Path) -> int:
         return 0
 
 
-def _is_whole(folder: Path) -> bool:
+def is_whole(folder: Path) -> bool:
+    """Whether there are tokens in it."""
     return (folder / TOKENS_JSON).is_file()
 
 
@@ -124,13 +125,7 @@ def is_cached(config: DataConfig, tokenizer: Tokenizer | None) -> bool:
     return config.name != "memmap" and tokenizer is not None and not is_bytes(config, tokenizer)
 
 
-def kept_tokens(config: DataConfig, tokenizer: Tokenizer) -> Path | None:
-    """Their folder in the cache; None: it is not there."""
-    folder = _in_cache(config, corpus_of(config, tokenizer), tokenizer)
-    return folder if _is_whole(folder) else None
-
-
-def _in_cache(config: DataConfig, corpus: Corpus, tokenizer: Tokenizer) -> Path:
+def folder_in_cache(config: DataConfig, corpus: Corpus, tokenizer: Tokenizer) -> Path:
     """The folder in the cache: other text, another tokenizer or another key that tokens depend on is another folder."""
     held = (config.eval_path is not None, config.eval_split is not None, config.eval_fraction)
     chat = (config.text_field, config.counted, config.template_date)
