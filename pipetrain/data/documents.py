@@ -31,11 +31,8 @@ _LONGEST_LINE = 2**24
 Row = Mapping[str, Any]
 
 
-class Place(NamedTuple):
-    """Where a document stands: in which of the corpus' sources, and on which line (or row); 0 is the whole source."""
-
-    source: int
-    line: int
+Place = tuple[int, int]
+"""Where a document stands: in which of the corpus' sources, and on which line (or row); 0 is the whole source."""
 
 
 class Document(NamedTuple):
@@ -69,7 +66,7 @@ def text_corpus(split: Split, digest: str) -> Corpus:
 
     def documents() -> Iterator[Document]:
         for number, piece in enumerate(pieces):
-            yield from _documents_of(piece, Place(number, 0), number >= len(split.train))
+            yield from _documents_of(piece, (number, 0), number >= len(split.train))
 
     num_bytes = sum(piece.last - piece.first for piece in pieces)
     return Corpus([str(piece.path) for piece in pieces], digest, num_bytes, documents)
@@ -85,7 +82,7 @@ def json_corpus(train: Sequence[Scanned], heldout: Sequence[Scanned], fraction: 
             with opened(file.path) as lines:
                 for line_number, line in enumerate(lines, 1):
                     if stripped := line.strip():
-                        yield Place(number, line_number), number >= len(train), stripped
+                        yield (number, line_number), number >= len(train), stripped
 
     num_bytes = sum(file.size for file in files)
     names = [str(file.path) for file in files]
@@ -227,7 +224,7 @@ def hf_corpus(config: DataConfig, memory: Path) -> Corpus:
     def rows() -> Iterator[_Row]:
         for number, part in enumerate(parts):
             for line, row in enumerate(part, 1):
-                yield Place(number, line), number > 0, row
+                yield (number, line), number > 0, row
 
     return Corpus(
         [f"{path}[{split}]" for _, path, _, split in wanted],
