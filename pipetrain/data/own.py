@@ -12,8 +12,12 @@ import functools
 import hashlib
 import itertools
 import json
+import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -138,8 +142,8 @@ class OwnBatches(Batches):
                 num_workers=self._num_workers,
                 collate_fn=self._reader.collated,
                 timeout=self._timeout_seconds,
-                # A rank holds threads of gloo, which a fork would not copy. Workers end when their parent is gone, which is the rank itself.
-                multiprocessing_context="spawn",
+                worker_init_fn=functools.partial(_end_with, os.getpid()),
+                multiprocessing_context="forkserver",  # a rank holds threads of gloo, which a fork would not copy
             )
             self._loaded = iter(loader)
         try:
@@ -241,6 +245,18 @@ class StreamBatches(Batches):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._stream.load_state_dict(state)
+
+
+def _end_with(rank: int, _worker: int) -> None:
+    """In a worker: it ends when the process of the rank is gone, of which nobody else tells it where that was killed."""
+
+    def watch() -> None:
+        while Path(f"/proc/{rank}").exists():
+            time.sleep(1.0)
+        os._exit(1)
+
+    if Path("/proc/self").exists():
+        threading.Thread(target=watch, name="rank", daemon=True).start()
 
 
 @dataclass(frozen=True)
