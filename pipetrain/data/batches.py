@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from pipetrain.data.batch import Batch, Share
 from pipetrain.data.samples import Samples
+from pipetrain.data.tokenizer import Tokenizer
 
 
 class Batches:
@@ -126,3 +128,16 @@ class PhasedBatches:
             for (done, batches), end in zip(self._phases, ends)
             if batches.are_of(like)
         )
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run reads. `fingerprint`: equal for the same samples, in whatever order; `tokenizer` is None where ids are all there is."""
+
+    train: Batches
+    heldout: HeldoutBatches  # empty where nothing is held out
+    vocabulary_size: int
+    tokenizer: Tokenizer | None
+    fingerprint: str
+    num_skipped: int = 0  # documents that are no samples, with data.on_error=skip
+    first_skipped: str | None = None  # why the first of them is none

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 from pipetrain.config.problem import choice_error
 from pipetrain.config.records import PYTHON, STREAM, DataConfig
 from pipetrain.config.schema import check_limits
-from pipetrain.data.batches import Batches, HeldoutBatches
+from pipetrain.data.batches import Batches, Data, HeldoutBatches
 from pipetrain.data.corpus import files_at, files_of, find_files, key_of_text, memory_of, read_pieces, split_files
 from pipetrain.data.documents import check_installed
 from pipetrain.data.own import OwnData, check_own_data, sizes_of
@@ -36,19 +36,6 @@ _SOURCES = ("stdlib", "text", "jsonl", "hf", "memmap", PYTHON)
 _PATHS = dict.fromkeys(("text", "jsonl"), ("a file or a folder of text", "FILE_OR_FOLDER"))
 _PATHS |= {"hf": ("a data set", "FOLDER_OR_NAME"), "memmap": ("token ids", "FILE.bin, or a folder of tokens")}
 _IN_MEMORY_BYTES = 2**28  # more text than that is a file in the cache even as bytes
-
-
-@dataclass(frozen=True)
-class Data:
-    """What a run reads. `fingerprint`: equal for the same samples, in whatever order; `tokenizer` is None where ids are all there is."""
-
-    train: Batches
-    heldout: HeldoutBatches  # empty where nothing is held out
-    vocabulary_size: int
-    tokenizer: Tokenizer | None
-    fingerprint: str
-    num_skipped: int = 0  # documents that are no samples, with data.on_error=skip
-    first_skipped: str | None = None  # why the first of them is none
 
 
 def make_tokenizer(config: DataConfig, own: str | None = None) -> Tokenizer | None:
@@ -97,15 +84,8 @@ def make_data(config: DataConfig, seed: int, **how: Any) -> Data:
     """Find, read, tokenize and cut what `config` names, as `OpenData`; `seed` orders the training samples and nothing else."""
     if config.name == PYTHON:
         check_data(config)
-        return own_data(config, OwnData(config, seed, sizes_of(config)))
+        return OwnData(config, seed, sizes_of(config)).cut(config)
     return OpenData(config, seed, **how).cut(config)
-
-
-def own_data(config: DataConfig, own: OwnData) -> Data:
-    """The user's own data, in batches of the size in `config`."""
-    return Data(
-        own.batches(config), own.heldout(config), vocabulary_size=0, tokenizer=None, fingerprint=own.fingerprint
-    )
 
 
 class OpenData:

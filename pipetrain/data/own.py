@@ -28,7 +28,7 @@ from pipetrain.config.own_code import call_target, check_target, function_of, to
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import DataConfig, RunConfig
 from pipetrain.data.batch import Batch, Share
-from pipetrain.data.batches import Batches, HeldoutBatches
+from pipetrain.data.batches import Batches, Data, HeldoutBatches
 
 Sizes = tuple[int, int]  # samples for training, and held out
 STREAM = 0  # the number of samples of an iterable dataset, which nobody knows
@@ -270,13 +270,6 @@ class OwnData:
     is_read: bool = True
     timeout_seconds: float = 0.0
 
-    @property
-    def fingerprint(self) -> str:
-        """Equal for the same code with the same arguments and number of samples."""
-        config = self.config
-        named = [config.target, dict(config.args), config.collate, config.file_sha256, self.sizes[0]]
-        return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
-
     @functools.cached_property
     def _readers(self) -> list[Reader]:
         """For training and held out; phases have the same. Held out is what trains where there is nothing: none of it is read."""
@@ -286,16 +279,19 @@ class OwnData:
     def _stream(self) -> Stream:
         return Stream(self._readers[0])
 
-    def batches(self, config: DataConfig) -> Batches:
-        """The batches of training."""
+    def cut(self, config: DataConfig) -> Data:
+        """The data in batches of the size in `config`; without `data.heldout_target` nothing is held out."""
+        size = config.global_batch_size
         if self.sizes[0] == STREAM:
-            return StreamBatches(self._stream, config.global_batch_size)
-        num_workers = config.num_workers if self.is_read else 0
-        return OwnBatches(self._readers[0], config.global_batch_size, self.seed, num_workers, self.timeout_seconds)
-
-    def heldout(self, config: DataConfig) -> HeldoutBatches:
-        """All held-out samples, in order; without `data.heldout_target` none."""
-        return HeldoutBatches(self._readers[-1], config.global_batch_size, self.sizes[1])
+            train: Batches = StreamBatches(self._stream, size)
+        else:
+            num_workers = config.num_workers if self.is_read else 0
+            train = OwnBatches(self._readers[0], size, self.seed, num_workers, self.timeout_seconds)
+        heldout = HeldoutBatches(self._readers[-1], size, self.sizes[1])
+        # equal for the same code with the same arguments and number of samples
+        code = [self.config.target, dict(self.config.args), self.config.collate, self.config.file_sha256, self.sizes[0]]
+        fingerprint = hashlib.sha256(json.dumps(code, sort_keys=True).encode()).hexdigest()
+        return Data(train, heldout, vocabulary_size=0, tokenizer=None, fingerprint=fingerprint)
 
 
 def readers_of(config: DataConfig) -> list[Reader]:

@@ -77,24 +77,19 @@ class Documents:
         for row, index in enumerate(indices):
             at = 0
             for document in self._documents[self._ends[index - 1] if index else 0 : self._ends[index]]:
-                at = self._put(document, ids[row], targets[row], where[row], at)
+                first = int(self._part.ends[document - 1]) if document else 0
+                last = min(int(self._part.ends[document]), first + self.sequence_length)
+                tokens, end = self._part.tokens[first:last], at + last - first
+                ids[row, at:end] = tokens
+                targets[row, at : end - 1] = tokens[1:]
+                if self._part.counted is not None:
+                    targets[row, at : end - 1][self._part.counted[first + 1 : last] == 0] = IGNORED
+                where[row, at:end] = 1 if self._with_mask else np.arange(last - first)
+                at = end
             if not self._with_mask:
                 where[row, at:] = np.arange(self.sequence_length - at)
         name = "attention_mask" if self._with_mask else "position_ids"
         return Batch({"input_ids": torch.from_numpy(ids), name: torch.from_numpy(where)}, torch.from_numpy(targets))
-
-    def _put(self, document: int, ids: NDArray[Any], targets: NDArray[Any], where: NDArray[Any], at: int) -> int:
-        """One document from position `at` on; returns where it ends."""
-        first = int(self._part.ends[document - 1]) if document else 0
-        last = min(int(self._part.ends[document]), first + self.sequence_length)
-        end = at + last - first
-        tokens = self._part.tokens[first:last]
-        ids[at:end] = tokens
-        targets[at : end - 1] = tokens[1:]
-        if self._part.counted is not None:
-            targets[at : end - 1][self._part.counted[first + 1 : last] == 0] = IGNORED
-        where[at:end] = 1 if self._with_mask else np.arange(last - first)
-        return end
 
 
 class Samples(Protocol):

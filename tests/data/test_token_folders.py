@@ -23,7 +23,8 @@ from torch.utils import _pytree as pytree
 from pipetrain.cli.main import main
 from pipetrain.config.records import DataConfig
 from pipetrain.data import corpus, documents, tokenizing
-from pipetrain.data.dataset import Data, check_data, make_data, make_tokenizer
+from pipetrain.data.batches import Data
+from pipetrain.data.dataset import check_data, make_data, make_tokenizer
 from pipetrain.data.token_file import TRAIN, TokenPart, read_part, read_sheet
 from pipetrain.data.tokenizer import ByteTokenizer
 from pipetrain.data.tokenizing import corpus_of, made_once, tokenized
