@@ -218,8 +218,9 @@ class BudgetedEnvironment(ImmutableSandboxedEnvironment):  # type: ignore[misc]
     def from_string(self, source: Any, *args: Any, **kwargs: Any) -> Template:
         # not before: transformers sets a filter of its own after the environment was made
         self.filters = {name: self._charged(name, function) for name, function in self.filters.items()}
-        own: dict[str, Callable[[Any], Any]] = {"_turns": self._turns, "_held": self._held, "_joined": self._joined}
-        self.filters |= {name: _while_it_runs(function) for name, function in {**own, "_text": str}.items()}
+        own: dict[str, Callable[[Any], Any]] = {"_turns": self._turns, "_text": str}
+        own |= {"_held": self._held, "_joined": self._joined}
+        self.filters |= {name: _while_it_runs(function) for name, function in own.items()}
         return super().from_string(_Charging().visit(self.parse(source)), *args, **kwargs)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:

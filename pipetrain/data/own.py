@@ -273,7 +273,9 @@ class OwnData:
     @functools.cached_property
     def _readers(self) -> list[Reader]:
         """For training and held out; phases have the same. Held out is what trains where there is nothing: none of it is read."""
-        return [replace(one, size=size, is_read=self.is_read) for one, size in zip(readers_of(self.config), self.sizes)]
+        return [
+            replace(one, size=size, is_read=self.is_read) for one, size in zip(_readers_of(self.config), self.sizes)
+        ]
 
     @functools.cached_property
     def _stream(self) -> Stream:
@@ -294,7 +296,7 @@ class OwnData:
         return Data(train, heldout, vocabulary_size=0, tokenizer=None, fingerprint=fingerprint)
 
 
-def readers_of(config: DataConfig) -> list[Reader]:
+def _readers_of(config: DataConfig) -> list[Reader]:
     assert config.target is not None, "it was checked"
     readers = [Reader("data.target", config.target, config.args, config.collate)]
     if config.heldout_target is not None:
@@ -304,7 +306,7 @@ def readers_of(config: DataConfig) -> list[Reader]:
 
 def check_own_data(config: DataConfig) -> None:
     """Whether there are such functions; none is called. Raises ConfigError: there are none, or they take other arguments."""
-    for reader in readers_of(config):
+    for reader in _readers_of(config):
         check_target(reader.key, reader.spelling, reader.args)
     if config.collate is not None:
         function_of("data.collate", config.collate, {})
@@ -316,7 +318,7 @@ def sizes_of(config: DataConfig) -> Sizes:
     Raises ConfigError: there is no dataset, it has no samples, or they make no batch; or workers would read an iterable one.
     """
     sizes = []
-    for reader in readers_of(config):
+    for reader in _readers_of(config):
         if _is_stream(reader.dataset):
             if config.num_workers:
                 raise ConfigError(
