@@ -24,7 +24,7 @@ ROOMS = {
     "cli": 2754,
     "comm": 4120,
     "config": 2110,
-    "data": 2703,
+    "data": 2705,
     "engine": 1093,
     "launcher": 1058,
     "models": 3821,

@@ -63,8 +63,8 @@ class Documents:
         self.sequence_length = room
         self._part, self._pad, self._with_mask = part, pad, packed is None
         each = np.arange(len(documents))
-        order, self._ends = packed or (each, each + 1)
-        self._documents = documents[order]
+        packed = packed or Packed(each, each + 1)
+        self._documents, self._ends = documents[packed.order], packed.ends
 
     def __len__(self) -> int:
         return len(self._ends)
