@@ -29,8 +29,8 @@ from pipetrain.config.phases import Phase, naming_phase, phases_of
 from pipetrain.config.records import HUGGING_FACE, NATIVE, PYTHON, WEIGHTS_IN, RunConfig
 from pipetrain.config.terminal import say
 from pipetrain.config.together import check_run, with_steps
-from pipetrain.data.batches import PhasedBatches
-from pipetrain.data.dataset import Data, open_data, own_data
+from pipetrain.data.batches import Data, PhasedBatches
+from pipetrain.data.dataset import OpenData
 from pipetrain.data.own import OwnData, check_length, sizes_of
 from pipetrain.engine.available import check_available, check_engine
 from pipetrain.engine.engine import make_engine
@@ -132,9 +132,9 @@ def _data(config: RunConfig, group: Group, plan: Plan) -> list[Data]:
         stages = plan.stages_of(group.coordinates.stage)
         is_read = group.rank == 0 or not {0, plan.num_stages - 1}.isdisjoint(stages)
         opened_own = OwnData(config.data, config.seed, (sizes[0], sizes[1]), is_read, wait)
-        return [own_data(phase.config.data, opened_own) for phase in phases]
+        return [opened_own.cut(phase.config.data) for phase in phases]
     with naming_phase(phases[0], config):
-        opened = open_data(phases[0].config.data, config.seed, own_tokenizer=own, timeout_seconds=wait)
+        opened = OpenData(phases[0].config.data, config.seed, own_tokenizer=own, timeout_seconds=wait)
     for phase in phases:
         with naming_phase(phase, config):
             data.append(opened.cut(phase.config.data))

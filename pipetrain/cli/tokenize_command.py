@@ -41,10 +41,10 @@ def _tokenize(arguments: Arguments) -> int:
     config = load_config(arguments.overrides)
     data = replace(config.data, path=arguments.path)
     from pipetrain.data.dataset import check_data, make_tokenizer
-    from pipetrain.data.token_file import TOKENS_JSON, read_sheet
-    from pipetrain.data.tokenizing import is_cached, kept_tokens, tokenized
+    from pipetrain.data.token_file import read_sheet
+    from pipetrain.data.tokenizing import corpus_of, folder_in_cache, is_cached, is_whole, tokenized
 
-    if arguments.check and (path / TOKENS_JSON).is_file():
+    if arguments.check and is_whole(path):
         return _checked(path)
     out = None if arguments.out is None else Path(arguments.out).expanduser()
     check_data(data, config.model.path)
@@ -55,14 +55,14 @@ def _tokenize(arguments: Arguments) -> int:
             "data.tokenizer=FOLDER_OR_NAME, or a folder for the tokens, --out=FOLDER"
         )
     if arguments.check:
-        found = None if out is not None else kept_tokens(data, tokenizer)
-        if found is None:
+        found = folder_in_cache(data, corpus_of(data, tokenizer), tokenizer)
+        if out is not None or not is_whole(found):
             raise ValueError(
                 f"{arguments.path}: --check finds no tokens of it in the cache; give a folder of tokens, or the keys of the run"
             )
         return _checked(found)
     if out is not None and out.exists():
-        what = "tokens" if (out / TOKENS_JSON).is_file() else "something"
+        what = "tokens" if is_whole(out) else "something"
         raise ValueError(f"--out={arguments.out}: there is {what} already; remove it, or give another folder")
     folder = tokenized(data, tokenizer, out=out, timeout_seconds=config.timeout_seconds, tell=_progress(config))
     sheet = read_sheet(folder)
@@ -98,22 +98,19 @@ def tokenize_ahead(config: RunConfig) -> None:
     data, own = config.data, config.model.path
     if data.name == PYTHON:
         return
-    tokenizer = make_tokenizer(data, own)
-    if data.name != "memmap" and (tokenizer is None or not is_cached(data, tokenizer)):
+    if data.name != "memmap" and not is_cached(data, make_tokenizer(data, own)):
         return
     wait = config.timeout_seconds
     make_data(data, config.seed, own_tokenizer=own, timeout_seconds=wait, tell=_progress(config))
 
 
-def _progress(config: RunConfig) -> Callable[[float], None] | None:
-    """What is to be told which share is done: says so in a line every few seconds, and nothing of what takes less. None: it is not shown."""
-    if not config.observe.progress:
-        return None
+def _progress(config: RunConfig) -> Callable[[float], None]:
+    """What is to be told which share is done: says so in a line every few seconds, and nothing of what takes less."""
     said_at = time.monotonic()
 
     def tell(share: float) -> None:
         nonlocal said_at
-        if time.monotonic() - said_at >= _SECONDS_BETWEEN_LINES:
+        if config.observe.progress and time.monotonic() - said_at >= _SECONDS_BETWEEN_LINES:
             said_at = time.monotonic()
             say(f"tokenizing: {share:.0%}")
 

@@ -145,13 +145,13 @@ def check_train(config: RunConfig) -> Run:
     check_start(config.resume, config.init_from, config.run_dir)
     check_unclaimed(config.run_dir, again=config.resume == AUTO)
     check_available(config)
-    from pipetrain.data.dataset import check_text  # loads torch, so after the checks that do not need it
+    from pipetrain.data.dataset import check_data  # loads torch, so after the checks that do not need it
     from pipetrain.models.own import own_loss
 
     own_loss(config.model)
     for phase in phases_of(config):
         with naming_phase(phase, config):
-            check_text(phase.config.data, config.model.path)
+            check_data(phase.config.data, config.model.path)
     for prepared in phases:
         if prepared.run.found is not None:
             proof = proof_of(prepared.run.found.seconds, prepared.run.found.least_seconds)

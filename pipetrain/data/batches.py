@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from pipetrain.data.batch import Batch, Share
 from pipetrain.data.samples import Samples
+from pipetrain.data.tokenizer import Tokenizer
 
 
 class Batches:
@@ -88,21 +90,16 @@ class HeldoutBatches:
     """
 
     def __init__(self, samples: Samples, batch_size: int, max_tokens: int) -> None:
-        self._samples = samples
-        self._batch_size = batch_size
-        self._count = min(len(samples), max_tokens // samples.sequence_length)
+        self._samples, self._batch_size = samples, batch_size
+        count = min(len(samples), max_tokens // samples.sequence_length)
+        self.indices = np.arange(count, dtype=np.int64) * len(samples) // max(count, 1)  # of the samples that are read
 
     def __len__(self) -> int:
-        return -(-self._count // self._batch_size)
+        return -(-len(self.indices) // self._batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        indices = self.sample_indices()
-        for first in range(0, self._count, self._batch_size):
-            yield self._samples.take(indices[first : first + self._batch_size])
-
-    def sample_indices(self) -> NDArray[np.int64]:
-        """Which samples are read, ascending, `[count]`."""
-        return np.arange(self._count, dtype=np.int64) * len(self._samples) // max(self._count, 1)
+        for first in range(0, len(self.indices), self._batch_size):
+            yield self._samples.take(self.indices[first : first + self._batch_size])
 
 
 PassedOver = Sequence[tuple[int, int]]
@@ -131,3 +128,16 @@ class PhasedBatches:
             for (done, batches), end in zip(self._phases, ends)
             if batches.are_of(like)
         )
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run reads. `fingerprint`: equal for the same samples, in whatever order; `tokenizer` is None where ids are all there is."""
+
+    train: Batches
+    heldout: HeldoutBatches  # empty where nothing is held out
+    vocabulary_size: int
+    tokenizer: Tokenizer | None
+    fingerprint: str
+    num_skipped: int = 0  # documents that are no samples, with data.on_error=skip
+    first_skipped: str | None = None  # why the first of them is none

@@ -39,10 +39,7 @@ def find_files(config: DataConfig) -> list[Path]:
         # Folders that are left out are not entered: site-packages alone may hold twenty times as many files.
         below = [one.name for one in root.iterdir() if one.is_dir() and not one.is_symlink()]
         patterns = ["*.py", *(f"{name}/**/*.py" for name in below if name not in _NOT_STDLIB)]
-        files = [file for file in _sorted_files(root, *patterns) if not _NOT_STDLIB & set(file.relative_to(root).parts)]
-        if not files:
-            raise ValueError(f"data=stdlib: no Python sources in {root}; use your own text: data=text data.path=FOLDER")
-        return _readable(files, "data=stdlib")
+        return [file for file in _sorted_files(root, *patterns) if not _NOT_STDLIB & set(file.relative_to(root).parts)]
     assert config.path is not None, "it was checked"
     return files_at("data.path", config.path, config.pattern)
 
@@ -65,7 +62,10 @@ def files_at(key: str, given: str, pattern: str) -> list[Path]:
             near = [path.with_name(name) for name in difflib.get_close_matches(path.name, names, n=1)]
             hint = f"did you mean {key}={near[0]}?" if near else "give a file or folder that exists"
             raise ValueError(f"{key}={given} is not there (seen from {Path.cwd()}); {hint}")
-    return _readable(files, f"{key}={given}")
+    for file in files:
+        if not os.access(file, os.R_OK):
+            raise ValueError(f"{key}={given}: {file} may not be read; allow it with: chmod +r {file}")
+    return files
 
 
 def _files_in(folder: Path, key: str, given: str, pattern: str) -> list[Path]:
@@ -112,24 +112,16 @@ def opened(path: Path) -> Iterator[io.BufferedIOBase]:
             yield gzip.GzipFile(fileobj=file) if path.suffix == GZIP else file
     except (OSError, EOFError, zlib.error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise unreadable(path, reason) from None
+        raise _unreadable(path, reason) from None
 
 
-def unreadable(path: Path, reason: str | None) -> ValueError:
-    """The error for a file that cannot be read."""
+def _unreadable(path: object, reason: str | None) -> ValueError:
     return ValueError(f"{path} cannot be read ({reason}): allow it, or leave it out of data.pattern")
 
 
 def key_of_text(config: DataConfig) -> str:
     """What the user typed to choose the text, for messages."""
     return f"data={config.name}" if config.path is None else f"data.path={config.path}"
-
-
-def _readable(files: list[Path], key: str) -> list[Path]:
-    for file in files:
-        if not os.access(file, os.R_OK):
-            raise ValueError(f"{key}: {file} may not be read; allow it with: chmod +r {file}")
-    return files
 
 
 def _sorted_files(root: Path, *patterns: str) -> list[Path]:
@@ -160,7 +152,7 @@ def remembered(files: Sequence[Path], memory: Path, what: str, find: Callable[[]
     try:
         stats = [file.stat() for file in files]
     except OSError as error:
-        raise unreadable(Path(error.filename), error.strerror) from None
+        raise _unreadable(error.filename, error.strerror) from None
     is_settled = time.time() - max((stat.st_mtime for stat in stats), default=0.0) > _SETTLED_SECONDS
     if sum(stat.st_size for stat in stats) < _SMALL_BYTES or not is_settled:
         return find()
@@ -208,17 +200,17 @@ class Split:
     heldout: tuple[Piece, ...]
 
 
-def split_files(files: Sequence[Scanned], eval_fraction: float) -> Split:
-    """Holds out `eval_fraction` of the bytes of `files` (0: nothing), file by file.
+def split_files(train: Sequence[Scanned], heldout: Sequence[Scanned], eval_fraction: float) -> Split:
+    """Holds out the files `heldout`; without any, `eval_fraction` of the bytes of `train` (0: nothing), file by file.
 
     Files are taken in the order of the SHA-256 of their content: it depends on nothing but the content, scatters neighbours, and makes
     copies of a file one (a copy is read once). A file is held out where the wanted bytes are not passed by it; if every
     file would pass them, the smallest is. A single file is cut: its last bytes are held out.
     """
-    pieces = in_order(files)
+    pieces = _in_order(train)
     wanted = int(eval_fraction * sum(piece.last for piece in pieces))
-    if wanted == 0:
-        return Split(pieces, ())
+    if heldout or wanted == 0:
+        return Split(pieces, _in_order(heldout))
     if len(pieces) == 1:
         path, _, size = pieces[0]
         return Split((Piece(path, 0, size - wanted),), (Piece(path, size - wanted, size),))
@@ -227,14 +219,12 @@ def split_files(files: Sequence[Scanned], eval_fraction: float) -> Split:
         if taken + piece.last <= wanted:
             held.add(piece)
             taken += piece.last
-    if not held:
-        held = {min(pieces, key=lambda piece: piece.last)}
-    return Split(
-        tuple(piece for piece in pieces if piece not in held), tuple(piece for piece in pieces if piece in held)
-    )
+    held = held or {min(pieces, key=lambda piece: piece.last)}
+    train_pieces = tuple(piece for piece in pieces if piece not in held)
+    return Split(train_pieces, tuple(piece for piece in pieces if piece in held))
 
 
-def in_order(files: Sequence[Scanned]) -> tuple[Piece, ...]:
+def _in_order(files: Sequence[Scanned]) -> tuple[Piece, ...]:
     """The files that are not empty, whole, by the digest of their content; of copies the first."""
     distinct: dict[bytes, Piece] = {}
     for file in files:
@@ -253,41 +243,37 @@ def files_of(config: DataConfig) -> tuple[list[Scanned], list[Scanned]]:
     return [file for file in train if file.digest not in held], heldout
 
 
-def split_of(config: DataConfig) -> Split:
-    """What of the files of `config` is trained on and held out."""
-    train, heldout = files_of(config)
-    return Split(in_order(train), in_order(heldout)) if heldout else split_files(train, config.eval_fraction)
-
-
 def cut_at_a_line(split: Split) -> Split:
     """Where a single file was cut in two, the first part ends with a line (or a character, in a very long one): for tokenizers of text."""
     if not (split.train and split.heldout and split.train[-1].path == split.heldout[0].path):
         return split
     path, first, last = split.train[-1]
-    with opened(path) as file:
-        file.seek(max(first, last - _LONGEST_LINE))
-        before = file.read(last - max(first, last - _LONGEST_LINE))
+    before = b"".join(blocks_of(Piece(path, max(first, last - _LONGEST_LINE), last)))
     cut = last - len(before) + (before.rfind(b"\n") + 1 or end_of_characters(before))
     if cut == first:
         return split
     return Split((Piece(path, first, cut),), (Piece(path, cut, split.heldout[0].last),))
 
 
+PIECE_BYTES = 2**18  # that are read at once
+
+
+def blocks_of(piece: Piece) -> Iterator[bytes]:
+    """All its bytes. Raises ValueError: the file cannot be read, or is not what it was."""
+    left = piece.last - piece.first
+    with opened(piece.path) as file:
+        file.seek(piece.first)
+        while left:
+            block = file.read(min(PIECE_BYTES, left))
+            if not block:
+                raise ValueError(f"{piece.path} has changed while it was read; start again when it is whole")
+            left -= len(block)
+            yield block
+
+
 def read_pieces(pieces: Sequence[Piece]) -> bytes:
-    """All their bytes. Raises ValueError: a file cannot be read, or is not what it was."""
-    contents = []
-    for path, first, last in pieces:
-        with opened(path) as file:
-            file.seek(first)
-            contents.append(file.read(last - first))
-        if len(contents[-1]) != last - first:
-            raise changed(path)
-    return b"".join(contents)
-
-
-def changed(path: Path) -> ValueError:
-    """The error for a file that is no longer what it was a moment ago."""
-    return ValueError(f"{path} has changed while it was read; start again when it is whole")
+    """All their bytes, likewise."""
+    return b"".join(block for piece in pieces for block in blocks_of(piece))
 
 
 def end_of_characters(text: bytes) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ import numpy as np
 from pipetrain.config.problem import choice_error
 from pipetrain.config.records import PYTHON, STREAM, DataConfig
 from pipetrain.config.schema import check_limits
-from pipetrain.data.batches import Batches, HeldoutBatches
-from pipetrain.data.corpus import files_at, find_files, key_of_text, memory_of, read_pieces, split_of
+from pipetrain.data.batches import Batches, Data, HeldoutBatches
+from pipetrain.data.corpus import files_at, files_of, find_files, key_of_text, memory_of, read_pieces, split_files
 from pipetrain.data.documents import check_installed
 from pipetrain.data.own import OwnData, check_own_data, sizes_of
 from pipetrain.data.samples import InVocabulary, SampleSets, folder_samples, stream_samples, too_short
@@ -38,19 +38,6 @@ _PATHS |= {"hf": ("a data set", "FOLDER_OR_NAME"), "memmap": ("token ids", "FILE
 _IN_MEMORY_BYTES = 2**28  # more text than that is a file in the cache even as bytes
 
 
-@dataclass(frozen=True)
-class Data:
-    """What a run reads. `fingerprint`: equal for the same samples, in whatever order; `tokenizer` is None where ids are all there is."""
-
-    train: Batches
-    heldout: HeldoutBatches  # empty where nothing is held out
-    vocabulary_size: int
-    tokenizer: Tokenizer | None
-    fingerprint: str
-    num_skipped: int = 0  # documents that are no samples, with data.on_error=skip
-    first_skipped: str | None = None  # why the first of them is none
-
-
 def make_tokenizer(config: DataConfig, own: str | None = None) -> Tokenizer | None:
     """The tokenizer of `data.tokenizer`; for null `own`, that of the model; None: there is none. Raises ValueError: it cannot be had."""
     name = config.tokenizer or own
@@ -65,11 +52,6 @@ def make_tokenizer(config: DataConfig, own: str | None = None) -> Tokenizer | No
 def check_data(config: DataConfig, own_tokenizer: str | None = None) -> None:
     """Raise ValueError where `config` cannot work, without reading a file: for the command line, before a process starts."""
     check_limits(config, "data.")
-    check_text(config, own_tokenizer)
-
-
-def check_text(config: DataConfig, own_tokenizer: str | None = None) -> None:
-    """Raise ValueError where there is nothing that makes a sample; the values of `config` were checked, each for itself."""
     if config.name not in _SOURCES:
         raise choice_error("data", config.name, _SOURCES)
     if config.name == PYTHON:
@@ -99,26 +81,36 @@ def check_text(config: DataConfig, own_tokenizer: str | None = None) -> None:
 
 
 def make_data(config: DataConfig, seed: int, **how: Any) -> Data:
-    """Find, read, tokenize and cut what `config` names, as `open_data`; `seed` orders the training samples and nothing else."""
+    """Find, read, tokenize and cut what `config` names, as `OpenData`; `seed` orders the training samples and nothing else."""
     if config.name == PYTHON:
         check_data(config)
-        return own_data(config, OwnData(config, seed, sizes_of(config)))
-    return open_data(config, seed, **how).cut(config)
-
-
-def own_data(config: DataConfig, own: OwnData) -> Data:
-    """The user's own data, in batches of the size in `config`."""
-    return Data(
-        own.batches(config), own.heldout(config), vocabulary_size=0, tokenizer=None, fingerprint=own.fingerprint
-    )
+        return OwnData(config, seed, sizes_of(config)).cut(config)
+    return OpenData(config, seed, **how).cut(config)
 
 
 class OpenData:
-    """What was read once, to be cut into samples of one length or of several."""
+    """What a configuration names: found, read and tokenized once, to be cut into samples of one length or of several."""
 
-    def __init__(self, lay_out: _LayOut, tokenizer: Tokenizer | None, seed: int) -> None:
-        self._lay_out = lay_out
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        config: DataConfig,
+        seed: int,
+        *,
+        own_tokenizer: str | None = None,
+        timeout_seconds: float = WAIT_SECONDS,
+        tell: Tell = lambda _: None,
+    ) -> None:
+        """`own_tokenizer` is what data.tokenizer=null means. Of several processes one tokenizes; the others wait while it makes progress.
+
+        Raises ValueError, with the key and what to type next: there are no documents or too few, or one cannot be a sample.
+        """
+        check_data(config, own_tokenizer)
+        self._tokenizer = make_tokenizer(config, own_tokenizer)
+        if config.name == "memmap":
+            self._lay_out = _of_memmap(config, self._tokenizer)
+        else:
+            assert self._tokenizer is not None, "it was checked"
+            self._lay_out = _of_text(config, self._tokenizer, timeout_seconds, tell)
         self._seed = seed
         self._sets: dict[int, SampleSets] = {}
 
@@ -142,29 +134,6 @@ class OpenData:
         )
 
 
-def open_data(
-    config: DataConfig,
-    seed: int,
-    *,
-    own_tokenizer: str | None = None,
-    timeout_seconds: float = WAIT_SECONDS,
-    tell: Tell | None = None,
-) -> OpenData:
-    """Find, read and tokenize what `config` names, to be cut.
-
-    `own_tokenizer` is what data.tokenizer=null means. Of several processes one tokenizes; the others wait while it makes progress.
-    Raises ValueError, with the key and what to type next: there are no documents or too few, or one cannot be a sample.
-    """
-    check_data(config, own_tokenizer)
-    tokenizer = make_tokenizer(config, own_tokenizer)
-    if config.name == "memmap":
-        lay_out = _of_memmap(config, tokenizer)
-    else:
-        assert tokenizer is not None, "it was checked"
-        lay_out = _of_text(config, tokenizer, timeout_seconds, tell)
-    return OpenData(lay_out, tokenizer, seed)
-
-
 def _check_length(config: DataConfig) -> None:
     if config.eval_fraction and config.eval_bytes < config.sequence_length:
         raise ValueError(
@@ -173,9 +142,9 @@ def _check_length(config: DataConfig) -> None:
         )
 
 
-def _of_text(config: DataConfig, tokenizer: Tokenizer, timeout_seconds: float, tell: Tell | None) -> _LayOut:
+def _of_text(config: DataConfig, tokenizer: Tokenizer, timeout_seconds: float, tell: Tell) -> _LayOut:
     if is_bytes(config, tokenizer):
-        split = split_of(config)
+        split = split_files(*files_of(config), config.eval_fraction)
         if sum(piece.last - piece.first for piece in (*split.train, *split.heldout)) <= _IN_MEMORY_BYTES:
             train, heldout = read_pieces(split.train), read_pieces(split.heldout)
             rows = np.frombuffer(train, np.uint8), np.frombuffer(heldout, np.uint8)

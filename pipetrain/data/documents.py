@@ -20,27 +20,19 @@ from pipetrain.config.problem import nearest
 from pipetrain.config.read_files import parse_json
 from pipetrain.config.records import DataConfig
 from pipetrain.config.terminal import printable
-from pipetrain.data.corpus import Piece, Scanned, Split, changed, digest_of, end_of_characters, opened, scan
+from pipetrain.data.corpus import Piece, Scanned, Split, blocks_of, digest_of, end_of_characters, opened, scan
 
 MESSAGES = "messages"  # the field of a chat
 CONVERSATIONS = "conversations"  # that of a chat of ShareGPT, whose messages have `from` and `value`
-_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-}  # by `from`; others are called so
-PIECE_BYTES = 2**18  # of a long text
+# By `from`; others are called so.
+_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 _LONGEST_LINE = 2**24
 
 Row = Mapping[str, Any]
 
 
-class Place(NamedTuple):
-    """Where a document stands: in which of the corpus' sources, and on which line (or row); 0 is the whole source."""
-
-    source: int
-    line: int
+Place = tuple[int, int]
+"""Where a document stands: in which of the corpus' sources, and on which line (or row); 0 is the whole source."""
 
 
 class Document(NamedTuple):
@@ -74,7 +66,7 @@ def text_corpus(split: Split, digest: str) -> Corpus:
 
     def documents() -> Iterator[Document]:
         for number, piece in enumerate(pieces):
-            yield from _documents_of(piece, Place(number, 0), number >= len(split.train))
+            yield from _documents_of(piece, (number, 0), number >= len(split.train))
 
     num_bytes = sum(piece.last - piece.first for piece in pieces)
     return Corpus([str(piece.path) for piece in pieces], digest, num_bytes, documents)
@@ -90,7 +82,7 @@ def json_corpus(train: Sequence[Scanned], heldout: Sequence[Scanned], fraction: 
             with opened(file.path) as lines:
                 for line_number, line in enumerate(lines, 1):
                     if stripped := line.strip():
-                        yield Place(number, line_number), number >= len(train) if heldout else None, stripped
+                        yield (number, line_number), number >= len(train), stripped
 
     num_bytes = sum(file.size for file in files)
     names = [str(file.path) for file in files]
@@ -99,17 +91,14 @@ def json_corpus(train: Sequence[Scanned], heldout: Sequence[Scanned], fraction: 
     )
 
 
-_Row = tuple[
-    Place, bool | None, bytes | Row
-]  # where it stands; whether it is held out, None: by its hash; the row, or its JSON
+_Row = tuple[Place, bool, bytes | Row]  # where it stands; whether all of its source is held out; the row, or its JSON
 
 
 def _documents_of_rows(rows: Callable[[], Iterator[_Row]], fraction: float, text_field: str) -> Iterator[Document]:
-    is_heldout = choose_heldout(lambda: (_as_bytes(row) for _, held, row in rows() if held is None), fraction)
+    is_heldout = choose_heldout(lambda: (row for *_, row in rows()), fraction)
     seen: set[str] = set()
     for place, held, row in rows():
         size = len(row) if isinstance(row, bytes) else 1
-        held = is_heldout(_as_bytes(row)) if held is None else held
         content: str | Row = ""
         problem = None
         try:
@@ -120,7 +109,7 @@ def _documents_of_rows(rows: Callable[[], Iterator[_Row]], fraction: float, text
             problem = f"it is not UTF-8 (byte {error.start} of the line)"
         except ValueError as error:
             problem = str(error)
-        yield Document(content, place, size, held, problem=problem)
+        yield Document(content, place, size, held or is_heldout(row), problem=problem)
 
 
 def _content_of(row: Any, text_field: str, seen: set[str]) -> str | Row:
@@ -167,38 +156,34 @@ def _as_messages(row: Row) -> Row:
     return {**row, MESSAGES: messages}
 
 
-def choose_heldout(contents: Callable[[], Iterable[bytes]], fraction: float) -> Callable[[bytes], bool]:
+def choose_heldout(rows: Callable[[], Iterable[bytes | Row]], fraction: float) -> Callable[[bytes | Row], bool]:
     """Which documents are held out: `fraction` of all that differ (at least one, where it is not 0 and two differ).
 
     They are those with the smallest hashes, so it depends on what the documents hold alone, and copies are on one side.
     """
     if fraction == 0.0:
         return lambda _: False
-    hashes = np.unique(np.fromiter(map(_hash, contents()), np.uint64))
+    hashes = np.unique(np.fromiter(map(_hash, rows()), np.uint64))
     if len(hashes) < 2:
         return lambda _: False
     bound = hashes[max(1, int(fraction * len(hashes)))]
-    return lambda content: _hash(content) < bound
+    return lambda row: _hash(row) < bound
 
 
-def _hash(content: bytes) -> int:
+def _hash(row: bytes | Row) -> int:
+    content = row if isinstance(row, bytes) else json.dumps(row, sort_keys=True, default=str).encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 def _documents_of(piece: Piece, place: Place, is_heldout: bool) -> Iterator[Document]:
     """One file, in pieces where it is long."""
     left, rest, begins = piece.last - piece.first, b"", True
-    with opened(piece.path) as file:
-        file.seek(piece.first)
-        while left:
-            block = file.read(min(PIECE_BYTES, left))
-            if not block:
-                raise changed(piece.path)
-            left -= len(block)
-            text, rest = _cut_after_a_line(rest + block) if left else (rest + block, b"")
-            if text:
-                yield Document(text, place, len(text), is_heldout, begins, ends=not left)
-                begins = False
+    for block in blocks_of(piece):
+        left -= len(block)
+        text, rest = _cut_after_a_line(rest + block) if left else (rest + block, b"")
+        if text:
+            yield Document(text, place, len(text), is_heldout, begins, ends=not left)
+            begins = False
 
 
 def _cut_after_a_line(block: bytes) -> tuple[bytes, bytes]:
@@ -239,7 +224,7 @@ def hf_corpus(config: DataConfig, memory: Path) -> Corpus:
     def rows() -> Iterator[_Row]:
         for number, part in enumerate(parts):
             for line, row in enumerate(part, 1):
-                yield Place(number, line), bool(number) if has_heldout else None, row
+                yield (number, line), number > 0, row
 
     return Corpus(
         [f"{path}[{split}]" for _, path, _, split in wanted],
@@ -268,7 +253,3 @@ def _load(key: str, path: str, subset: str | None, split_key: str, split: str) -
     if split not in found:
         raise ValueError(f"{split_key}={split}: {path} has the splits {', '.join(found)}{nearest(split, list(found))}")
     return found[split]
-
-
-def _as_bytes(row: bytes | Row) -> bytes:
-    return row if isinstance(row, bytes) else json.dumps(row, sort_keys=True, default=str).encode()

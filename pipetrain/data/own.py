@@ -28,38 +28,27 @@ from pipetrain.config.own_code import call_target, check_target, function_of, to
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import DataConfig, RunConfig
 from pipetrain.data.batch import Batch, Share
-from pipetrain.data.batches import Batches, HeldoutBatches
+from pipetrain.data.batches import Batches, Data, HeldoutBatches
 
 Sizes = tuple[int, int]  # samples for training, and held out
 STREAM = 0  # the number of samples of an iterable dataset, which nobody knows
 
 
-class Unread:
-    """Samples that this rank does not need: their number alone."""
-
-    sequence_length = 1
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def take(self, _: NDArray[np.int64]) -> Batch:
-        """A batch of None."""
-        return Batch(None, None)
-
-
 @dataclass(frozen=True)
 class Reader:
-    """The samples of `dataset`, or of the one that the function at `spelling` makes: once in each process, when it is first read."""
+    """The samples of the dataset that the function at `spelling` makes: once in each process, when it is first read."""
 
     key: str
     spelling: str
     args: Mapping[str, Any]
     collate: str | None = None
     size: int | None = None  # what rank 0 says
+    is_read: bool = True  # a rank that needs no samples knows their number alone, and gets batches of None
     sequence_length = 1
+
+    @property
+    def called(self) -> str:
+        return f"{self.key}={self.spelling}"
 
     def __len__(self) -> int:
         return len(self.dataset) if self.size is None else self.size
@@ -71,20 +60,20 @@ class Reader:
         size = STREAM if _is_stream(made) else len(made)
         if self.size not in (None, size):
             raise ConfigError(
-                f"{self.key}={self.spelling}: has {size} samples here and {self.size} on rank 0: every rank needs the same"
+                f"{self.called}: has {size} samples here and {self.size} on rank 0: every rank needs the same"
             )
         return made
 
     def take(self, indices: NDArray[np.int64]) -> Batch:
         """The samples in one batch. Raises ConfigError: one cannot be read, or they make no batch."""
-        return self.collated([self[index] for index in indices.tolist()])
+        return self.collated([self[index] for index in indices.tolist()]) if self.is_read else Batch(None, None)
 
     def __getitem__(self, index: int) -> Any:
         dataset = self.dataset
         try:
             return dataset[index]
         except Exception as error:  # whatever the user's code raises
-            raise ConfigError(f"{self.key}={self.spelling}: sample {index} raises {told_of(error)}") from error
+            raise ConfigError(f"{self.called}: sample {index} raises {told_of(error)}") from error
 
     def collated(self, samples: list[Any]) -> Batch:
         """Raises ConfigError: the samples make no batch."""
@@ -93,12 +82,12 @@ class Reader:
             batch = collate(samples)
         except Exception as error:  # whatever the user's code raises
             raise ConfigError(
-                f"{self.key}={self.spelling}: samples make no batch ({told_of(error)}): each must be the same tree of tensors of one "
+                f"{self.called}: samples make no batch ({told_of(error)}): each must be the same tree of tensors of one "
                 "shape; or name a function from a list of samples to a batch, data.collate=my_package.data:collate"
             ) from error
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ConfigError(
-                f"{self.key}={self.spelling}: a sample must be the pair (inputs, targets), and a batch is a {type(batch).__name__}; name a "
+                f"{self.called}: a sample must be the pair (inputs, targets), and a batch is a {type(batch).__name__}; name a "
                 "function that makes pairs, data.collate=my_package.data:collate"
             )
         return Batch(*batch)
@@ -147,7 +136,16 @@ class OwnBatches(Batches):
             return super().batch_from(first, share)
         if self._loaded is None or self._next != (first, share):  # the first, or after a rollback
             self.close()
-            self._loaded = iter(self._loader(first, share))
+            loader = DataLoader(
+                self._reader,
+                batch_sampler=(self.indices_from(at, share).tolist() for at in itertools.count(first, self.batch_size)),
+                num_workers=self._num_workers,
+                collate_fn=self._reader.collated,
+                timeout=self._timeout_seconds,
+                worker_init_fn=functools.partial(_end_with, os.getpid()),
+                multiprocessing_context="forkserver",  # a rank holds threads of gloo, which a fork would not copy
+            )
+            self._loaded = iter(loader)
         try:
             batch = next(self._loaded)
         except ConfigError as error:  # of a worker: the last line of what torch makes of it
@@ -159,19 +157,6 @@ class OwnBatches(Batches):
             ) from error
         self._next = first + self.batch_size, share
         return Batch(*batch)
-
-    def _loader(self, first: int, share: Share | None) -> DataLoader[Any]:
-        return DataLoader(
-            self._reader,
-            batch_sampler=(
-                self.indices_from(at, share).tolist() for at in itertools.count(first, self.batch_size)
-            ),  # without end
-            num_workers=self._num_workers,
-            collate_fn=self._reader.collated,
-            timeout=self._timeout_seconds,
-            worker_init_fn=functools.partial(_end_with, os.getpid()),
-            multiprocessing_context="forkserver",  # a rank holds threads of gloo, which a fork would not copy
-        )
 
     def close(self) -> None:
         """Ends the workers. An error may hold the iterator, which ends them only when it is deleted."""
@@ -185,9 +170,8 @@ class Stream:
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._called = f"{reader.key}={reader.spelling}"
         self._position = 0  # samples that were read
-        self._iterator: Iterator[Any] | None = None
+        self._samples = self._read()
         self._last: tuple[int, list[Any]] = (0, [])  # where the samples taken last begin, and they
 
     def take(self, first: int, count: int, share: Share | None) -> Batch:
@@ -195,34 +179,36 @@ class Stream:
 
         Raises ConfigError: a sample cannot be read, or it is an earlier one.
         """
+        if not self._reader.is_read:
+            return Batch(None, None)
         if (first, count) != (self._last[0], len(self._last[1])):
             if first < self._position:
                 raise ConfigError(
-                    f"{self._called}: sample {first} was read before, and an iterable dataset only goes on"
+                    f"{self._reader.called}: sample {first} was read before, and an iterable dataset only goes on"
                 )
             while self._position < first:  # those that the guard passes over
-                self._read()
-            self._last = first, [self._read() for _ in range(count)]
+                next(self._samples)
+            self._last = first, list(itertools.islice(self._samples, count))
         samples = self._last[1]
         return self._reader.collated(samples if share is None else samples[share.rows_of(count)])
 
-    def _read(self) -> Any:
-        for _ in range(2):
+    def _read(self) -> Iterator[Any]:
+        """The samples from here on, without end. Raises ConfigError: one cannot be read, or there are none."""
+        num_empty = 0
+        while num_empty < 2:  # one that stood at its end has none the first time
+            num_empty += 1
             try:
-                if self._iterator is None:
-                    self._iterator = iter(self._reader.dataset)
-                sample = next(self._iterator)
-            except StopIteration:
-                self._iterator = None
-                continue
+                for sample in self._reader.dataset:
+                    self._position, num_empty = self._position + 1, 0
+                    yield sample
             except Exception as error:  # whatever the user's code raises
-                raise ConfigError(f"{self._called}: sample {self._position} raises {told_of(error)}") from error
-            self._position += 1
-            return sample
-        raise ConfigError(f"{self._called}: the dataset has no samples")
+                raise ConfigError(f"{self._reader.called}: sample {self._position} raises {told_of(error)}") from error
+        raise ConfigError(f"{self._reader.called}: the dataset has no samples")
 
     def state_dict(self) -> dict[str, Any]:
         """Raises ConfigError: JSON would give back another state."""
+        if not self._reader.is_read:
+            return {}
         state = self._reader.dataset.state_dict()
         try:
             is_plain = json.loads(json.dumps(state)) == state
@@ -230,35 +216,35 @@ class Stream:
             is_plain = False
         if not is_plain:
             raise ConfigError(
-                f"{self._called}: state_dict() must give what JSON gives back as it was: lists, numbers, text, and dicts with text as keys"
+                f"{self._reader.called}: state_dict() must give what JSON gives back as it was: lists, numbers, text, and dicts with text as keys"
             )
         return {"position": self._position, "dataset": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._reader.dataset.load_state_dict(state["dataset"])
-        self._position, self._iterator, self._last = state["position"], None, (0, [])
+        if state and self._reader.is_read:
+            self._reader.dataset.load_state_dict(state["dataset"])
+            self._position, self._samples, self._last = state["position"], self._read(), (0, [])
 
 
 class StreamBatches(Batches):
-    """Batches of a `Stream`, or of None where this rank does not read. Phases may have batches of other sizes of one stream."""
+    """Batches of a `Stream`. Phases may have batches of other sizes of one stream."""
 
     samples_per_epoch = STREAM
 
-    def __init__(self, stream: Stream | None, batch_size: int) -> None:
+    def __init__(self, stream: Stream, batch_size: int) -> None:
         self._stream, self.batch_size = stream, batch_size
 
     def batch_from(self, first: int, share: Share | None = None) -> Batch:
-        return Batch(None, None) if self._stream is None else self._stream.take(first, self.batch_size, share)
+        return self._stream.take(first, self.batch_size, share)
 
     def are_of(self, other: Batches) -> bool:
         return isinstance(other, StreamBatches)
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._stream is None else self._stream.state_dict()
+        return self._stream.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state and self._stream is not None:
-            self._stream.load_state_dict(state)
+        self._stream.load_state_dict(state)
 
 
 def _end_with(rank: int, _worker: int) -> None:
@@ -284,38 +270,33 @@ class OwnData:
     is_read: bool = True
     timeout_seconds: float = 0.0
 
-    @property
-    def fingerprint(self) -> str:
-        """Equal for the same code with the same arguments and number of samples."""
-        config = self.config
-        named = [config.target, dict(config.args), config.collate, config.file_sha256, self.sizes[0]]
-        return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
-
     @functools.cached_property
-    def _stream(self) -> Stream | None:
-        reader = self._samples[0]
-        return Stream(reader) if isinstance(reader, Reader) else None
-
-    def batches(self, config: DataConfig) -> Batches:
-        """The batches of training."""
-        if self.sizes[0] == STREAM:
-            return StreamBatches(self._stream, config.global_batch_size)
-        num_workers = config.num_workers if self.is_read else 0
-        return OwnBatches(self._samples[0], config.global_batch_size, self.seed, num_workers, self.timeout_seconds)
-
-    def heldout(self, config: DataConfig) -> HeldoutBatches:
-        """All held-out samples, in order; without `data.heldout_target` none."""
-        return HeldoutBatches(self._samples[-1], config.global_batch_size, self.sizes[1])
-
-    @functools.cached_property
-    def _samples(self) -> list[Reader | Unread]:
+    def _readers(self) -> list[Reader]:
         """For training and held out; phases have the same. Held out is what trains where there is nothing: none of it is read."""
-        if not self.is_read:
-            return [Unread(size) for size in self.sizes]
-        return [replace(reader, size=size) for reader, size in zip(_readers(self.config), self.sizes)]
+        return [
+            replace(one, size=size, is_read=self.is_read) for one, size in zip(_readers_of(self.config), self.sizes)
+        ]
+
+    @functools.cached_property
+    def _stream(self) -> Stream:
+        return Stream(self._readers[0])
+
+    def cut(self, config: DataConfig) -> Data:
+        """The data in batches of the size in `config`; without `data.heldout_target` nothing is held out."""
+        size = config.global_batch_size
+        if self.sizes[0] == STREAM:
+            train: Batches = StreamBatches(self._stream, size)
+        else:
+            num_workers = config.num_workers if self.is_read else 0
+            train = OwnBatches(self._readers[0], size, self.seed, num_workers, self.timeout_seconds)
+        heldout = HeldoutBatches(self._readers[-1], size, self.sizes[1])
+        # equal for the same code with the same arguments and number of samples
+        code = [self.config.target, dict(self.config.args), self.config.collate, self.config.file_sha256, self.sizes[0]]
+        fingerprint = hashlib.sha256(json.dumps(code, sort_keys=True).encode()).hexdigest()
+        return Data(train, heldout, vocabulary_size=0, tokenizer=None, fingerprint=fingerprint)
 
 
-def _readers(config: DataConfig) -> list[Reader]:
+def _readers_of(config: DataConfig) -> list[Reader]:
     assert config.target is not None, "it was checked"
     readers = [Reader("data.target", config.target, config.args, config.collate)]
     if config.heldout_target is not None:
@@ -325,7 +306,7 @@ def _readers(config: DataConfig) -> list[Reader]:
 
 def check_own_data(config: DataConfig) -> None:
     """Whether there are such functions; none is called. Raises ConfigError: there are none, or they take other arguments."""
-    for reader in _readers(config):
+    for reader in _readers_of(config):
         check_target(reader.key, reader.spelling, reader.args)
     if config.collate is not None:
         function_of("data.collate", config.collate, {})
@@ -337,7 +318,7 @@ def sizes_of(config: DataConfig) -> Sizes:
     Raises ConfigError: there is no dataset, it has no samples, or they make no batch; or workers would read an iterable one.
     """
     sizes = []
-    for reader in _readers(config):
+    for reader in _readers_of(config):
         if _is_stream(reader.dataset):
             if config.num_workers:
                 raise ConfigError(
@@ -380,7 +361,7 @@ def batches(
         ValueError: the dataset has no `__len__` and `__getitem__`, or no samples.
     """
     check_map_style("dataset", dataset)
-    order = Batches(Unread(len(dataset)), batch_size, seed)
+    order = Batches(dataset, batch_size, seed)
     return (
         collate([dataset[index] for index in order.indices_from(step * batch_size).tolist()])
         for step in itertools.count(first_step)

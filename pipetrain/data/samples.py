@@ -38,7 +38,9 @@ class Windows:
 
     def __init__(self, tokens: Ids, sequence_length: int) -> None:
         self.sequence_length = sequence_length
-        self._windows = windows_of(tokens, sequence_length)
+        self._windows = tokens[:0].reshape(0, sequence_length + 1)
+        if len(tokens) > sequence_length:
+            self._windows = sliding_window_view(tokens, sequence_length + 1)[::sequence_length]
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -49,29 +51,20 @@ class Windows:
         return Batch(inputs=wide[:, :-1].contiguous(), targets=wide[:, 1:].contiguous())
 
 
-def windows_of(tokens: Ids, sequence_length: int) -> Ids:
-    """All windows `[windows, sequence_length + 1]`, a view of `tokens [tokens]`."""
-    if len(tokens) <= sequence_length:
-        return np.empty((0, sequence_length + 1), tokens.dtype)
-    return sliding_window_view(tokens, sequence_length + 1)[::sequence_length]
-
-
 class Documents:
     """Samples of whole documents, as `packed` has them; without it one each, and a mask in place of positions.
 
-    Of a document that is longer than `sequence_length` they have the beginning.
+    Of a document that is longer than `room` they have the beginning.
     """
 
     def __init__(
         self, part: TokenPart, documents: NDArray[np.int64], packed: Packed | None, *, room: int, pad: int
     ) -> None:
         self.sequence_length = room
-        self._part = part
-        self._pad = pad
-        self._with_mask = packed is None
-        order, ends = packed if packed is not None else (np.arange(len(documents)), np.arange(1, len(documents) + 1))
-        self._documents = documents[order]
-        self._ends = ends
+        self._part, self._pad, self._with_mask = part, pad, packed is None
+        each = np.arange(len(documents))
+        packed = packed or Packed(each, each + 1)
+        self._documents, self._ends = documents[packed.order], packed.ends
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -84,24 +77,19 @@ class Documents:
         for row, index in enumerate(indices):
             at = 0
             for document in self._documents[self._ends[index - 1] if index else 0 : self._ends[index]]:
-                at = self._put(document, ids[row], targets[row], where[row], at)
+                first = int(self._part.ends[document - 1]) if document else 0
+                last = min(int(self._part.ends[document]), first + self.sequence_length)
+                tokens, end = self._part.tokens[first:last], at + last - first
+                ids[row, at:end] = tokens
+                targets[row, at : end - 1] = tokens[1:]
+                if self._part.counted is not None:
+                    targets[row, at : end - 1][self._part.counted[first + 1 : last] == 0] = IGNORED
+                where[row, at:end] = 1 if self._with_mask else np.arange(last - first)
+                at = end
             if not self._with_mask:
                 where[row, at:] = np.arange(self.sequence_length - at)
         name = "attention_mask" if self._with_mask else "position_ids"
         return Batch({"input_ids": torch.from_numpy(ids), name: torch.from_numpy(where)}, torch.from_numpy(targets))
-
-    def _put(self, document: int, ids: NDArray[Any], targets: NDArray[Any], where: NDArray[Any], at: int) -> int:
-        """One document from position `at` on; returns where it ends."""
-        first = int(self._part.ends[document - 1]) if document else 0
-        last = min(int(self._part.ends[document]), first + self.sequence_length)
-        end = at + last - first
-        tokens = self._part.tokens[first:last]
-        ids[at:end] = tokens
-        targets[at : end - 1] = tokens[1:]
-        if self._part.counted is not None:
-            targets[at : end - 1][self._part.counted[first + 1 : last] == 0] = IGNORED
-        where[at:end] = 1 if self._with_mask else np.arange(last - first)
-        return end
 
 
 class Samples(Protocol):
@@ -228,11 +216,8 @@ def too_short(what: str, size: int, config: DataConfig, unit: str) -> ValueError
     """The error for text that does not make one sample."""
     where = key_of_text(config)
     need = f"a sample of data.sequence_length={config.sequence_length} needs {config.sequence_length + 1}"
-    if size < 2:
-        return ValueError(f"{where}: {what} has {size} {unit} and {need}; give more text, or data.eval_fraction=0")
-    return ValueError(
-        f"{where}: {what} has {size} {unit} and {need}; give more text, or data.sequence_length={size - 1}"
-    )
+    instead = "data.eval_fraction=0" if size < 2 else f"data.sequence_length={size - 1}"
+    return ValueError(f"{where}: {what} has {size} {unit} and {need}; give more text, or {instead}")
 
 
 def _holds_out(config: DataConfig) -> bool:

@@ -16,14 +16,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipetrain.config.read_files import DamagedFile, check_regular, fitted, read_object
+from pipetrain.config.read_files import DamagedFile, check_regular, read_record
 from pipetrain.data.corpus import remembered
 from pipetrain.data.documents import Document
 
@@ -31,7 +32,7 @@ TOKENS_JSON = "tokens.json"
 PARTS = TRAIN, HELDOUT = "train", "heldout"
 _AGAIN = "make it again: pipetrain tokenize"
 FORMAT = 1  # of such a folder: another number makes all caches anew
-_TYPES = (np.uint8, np.uint16, np.uint32)
+_TYPES = ("uint8", "uint16", "uint32")
 
 Ids = NDArray[Any]
 
@@ -84,46 +85,33 @@ class TokenPart:
         return np.diff(self.ends, prepend=0)
 
 
-def smallest_type(vocabulary_size: int) -> np.dtype[Any]:
-    """The smallest type on disk that holds every token id."""
-    return np.dtype(next(kind for kind in _TYPES if vocabulary_size <= np.iinfo(kind).max + 1))
-
-
 def read_sheet(folder: Path) -> TokenSheet:
     """Raises DamagedFile: it cannot be read, or is of another version."""
     path = folder / TOKENS_JSON
-    try:
-        found = read_object(path, _AGAIN)
-        if found.get("format") != FORMAT:
-            raise ValueError(f"it is of format {found.get('format')}, this version reads {FORMAT}")
-        sheet: TokenSheet = fitted(TokenSheet, found)
-        if sheet.item_type not in [np.dtype(kind).name for kind in _TYPES]:
-            raise ValueError(f"item_type is {sheet.item_type!r}")
-        if missing := set(PARTS) - sheet.parts.keys():
-            raise ValueError(f"the part {missing.pop()!r} is missing")
-        return sheet
-    except DamagedFile:
-        raise
-    except ValueError as error:
-        raise DamagedFile(path, error, _AGAIN) from None
+    sheet = read_record(TokenSheet, path, _AGAIN)
+    if sheet.format != FORMAT:
+        raise DamagedFile(path, f"it is of format {sheet.format}, this version reads {FORMAT}", _AGAIN)
+    if sheet.item_type not in _TYPES:
+        raise DamagedFile(path, f"item_type is {sheet.item_type!r}", _AGAIN)
+    if missing := set(PARTS) - sheet.parts.keys():
+        raise DamagedFile(path, f"the part {missing.pop()!r} is missing", _AGAIN)
+    return sheet
 
 
 def read_part(folder: Path, sheet: TokenSheet, part: str) -> TokenPart:
-    """Raises ValueError: a file is missing, or has another size than it had."""
-    numbers = sheet.parts[part]
-    counted = mapped(folder / part / "counted.bin", np.dtype(np.uint8), numbers.tokens) if sheet.is_chat else None
+    """Its files, mapped and read-only. Raises DamagedFile: one is missing, or has another size than it had."""
+    numbers, folder = sheet.parts[part], folder / part
     return TokenPart(
-        tokens=mapped(folder / part / "tokens.bin", np.dtype(sheet.item_type), numbers.tokens),
-        ends=mapped(folder / part / "ends.bin", np.dtype(np.int64), numbers.documents),
-        counted=counted,
-        places=mapped(folder / part / "places.bin", np.dtype(np.int64), 2 * numbers.documents).reshape(-1, 2),
+        tokens=_mapped(folder / "tokens.bin", sheet.item_type, numbers.tokens),
+        ends=_mapped(folder / "ends.bin", "int64", numbers.documents),
+        counted=_mapped(folder / "counted.bin", "uint8", numbers.tokens) if sheet.is_chat else None,
+        places=_mapped(folder / "places.bin", "int64", 2 * numbers.documents).reshape(-1, 2),
     )
 
 
-def mapped(path: Path, kind: np.dtype[Any], count: int) -> Ids:
-    """`count` numbers of a file, mapped and read-only. Raises DamagedFile: it is not there, or holds another number of them."""
-    if (size := check_regular(path, _AGAIN)) != count * kind.itemsize:
-        raise DamagedFile(path, f"it has {size} bytes, not {count * kind.itemsize}", _AGAIN)
+def _mapped(path: Path, kind: str, count: int) -> Ids:
+    if (size := check_regular(path, _AGAIN)) != (expected := count * np.dtype(kind).itemsize):
+        raise DamagedFile(path, f"it has {size} bytes, not {expected}", _AGAIN)
     return np.asarray(np.memmap(path, kind, "r")) if size else np.empty(0, kind)
 
 
@@ -147,23 +135,16 @@ def _digest_of_part(digests: Mapping[str, str]) -> str:
 
 
 class PartWriter:
-    """Appends documents to the files of one part, and hashes what they hold."""
+    """Appends documents to the files of one part, which `stack` closes, and hashes what they hold."""
 
-    def __init__(self, folder: Path, kind: np.dtype[Any], *, is_chat: bool) -> None:
+    def __init__(self, folder: Path, kind: np.dtype[Any], stack: ExitStack, *, is_chat: bool) -> None:
         self._kind = kind
         folder.mkdir()
         names = ("tokens", "ends", "places", *(("counted",) if is_chat else ()))
-        self._files = {name: (folder / f"{name}.bin").open("wb") for name in names}
+        self._files = {name: stack.enter_context((folder / f"{name}.bin").open("wb")) for name in names}
         self._hashes = {name: hashlib.sha256() for name in names}
         self._tokens = self._documents = self._counted = 0
         self._largest = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
 
     def add(self, ids: Ids, counted: NDArray[np.bool_] | None, lengths: Ids, documents: Sequence[Document]) -> None:
         """Several documents, or pieces of one: their `ids`, one after the other, and the `lengths` that they have."""
@@ -220,8 +201,7 @@ def check_id_file(key: str, path: Path, item_type: str) -> None:
 
 
 def read_id_file(key: str, path: Path, item_type: str, memory: Path) -> IdFile:
-    """The file, read once to know what it holds; that is kept in the folder `memory`. Raises ValueError as `check_id_file`, or it holds what is no id."""
-    check_id_file(key, path, item_type)
+    """The file, read once to know what it holds; that is kept in the folder `memory`. Raises ValueError: it holds what is no id."""
     ids = np.asarray(np.memmap(path, item_type, "r"))
     digest, least, largest = remembered([path], memory, f"ids-{item_type}", lambda: _looked_at(ids))
     if least < 0:

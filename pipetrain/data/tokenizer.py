@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from pipetrain.config.problem import nearest
-from pipetrain.data.chat_template import ChatTemplate, SampleRefused, TooSlow
-from pipetrain.data.documents import Document, check_installed
+from pipetrain.data.chat_template import ChatTemplate, SampleRefused, Span, TooSlow
+from pipetrain.data.documents import Document, Row, check_installed
 
 BYTE = "byte"
 
@@ -48,28 +46,23 @@ class ByteTokenizer:
     vocabulary_size = 256
     pad_token = 0
 
-    def encode(self, text: bytes) -> Tensor:
-        # frombuffer refuses an empty buffer, and warns about one that must not be written to: hence the copy
-        return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+    def encode(self, text: bytes) -> list[int]:
+        return list(text)
 
     def decode(self, tokens: Iterable[int]) -> str:
         return bytes(int(token) for token in tokens).decode("utf-8", errors="replace")
 
     def encode_documents(self, documents: Sequence[Document]) -> Encoded:
         """Files as they are; texts of records end with a line, as bytes have no token that ends one. Raises ValueError: there is a chat."""
-        texts = [_bytes_of(document) for document in documents]
+        texts: list[bytes] = []
+        for content in (document.content for document in documents):
+            if isinstance(content, Mapping):
+                raise ValueError(
+                    "data.tokenizer=byte: these are chats, which need a tokenizer with a chat template; type data.tokenizer=FOLDER_OR_NAME"
+                )
+            texts.append(content if isinstance(content, bytes) else content.encode(errors="surrogatepass") + b"\n")
         lengths = np.array([len(text) for text in texts], np.int64)
         return Encoded(np.frombuffer(b"".join(texts), np.uint8), lengths, None, {})
-
-
-def _bytes_of(document: Document) -> bytes:
-    if isinstance(document.content, bytes):
-        return document.content
-    if isinstance(document.content, str):
-        return document.content.encode(errors="surrogatepass") + b"\n"
-    raise ValueError(
-        "data.tokenizer=byte: these are chats, which need a tokenizer with a chat template; type data.tokenizer=FOLDER_OR_NAME"
-    )
 
 
 # What a tokenizer is made of, in a folder that may hold much else.
@@ -145,9 +138,8 @@ class HfTokenizer:
         """Whether it has a template that chats are written with."""
         return self._loaded.chat_template is not None
 
-    def encode(self, text: bytes) -> Tensor:
-        ids = self.backend.encode(text.decode(errors="replace"), add_special_tokens=False).ids
-        return torch.tensor([*self._begin, *ids], dtype=torch.int64)
+    def encode(self, text: bytes) -> list[int]:
+        return [*self._begin, *self.encode_prompt(text.decode(errors="replace"))]
 
     def decode(self, tokens: Iterable[int]) -> str:
         return str(self._loaded.decode([int(token) for token in tokens], skip_special_tokens=True))
@@ -161,20 +153,43 @@ class HfTokenizer:
         return list(self.backend.encode(text, add_special_tokens=False).ids)
 
     def encode_documents(self, documents: Sequence[Document]) -> Encoded:
+        """The documents are all texts, or all chats."""
+        texts, spans, problems = [], [], dict[int, str]()
+        for number, document in enumerate(documents):
+            try:
+                text, counted = self._text_of(document.content)
+            except SampleRefused as error:
+                text, counted, problems[number] = "", [], str(error)
+            except TooSlow as error:
+                error.number = number
+                raise
+            texts.append(text)
+            spans.append(counted)
         if isinstance(documents[0].content, Mapping):
-            return self._encode_chats(documents)
-        return self._encode_texts(documents)
-
-    # Texts ---------------------------------------------------------------------------------------------------------
-
-    def _encode_texts(self, documents: Sequence[Document]) -> Encoded:
-        problems: dict[int, str] = {}
-        texts = [_text_of(document, number, problems) for number, document in enumerate(documents)]
+            return self._encode_chats(texts, spans, problems)
         rows = [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
         for number, (document, row) in enumerate(zip(documents, rows, strict=True)):
             if number not in problems:
                 rows[number] = self._with_ends(row, document)
         return Encoded(*_joined(rows), None, problems)
+
+    def _text_of(self, content: bytes | str | Row) -> tuple[str, list[Span]]:
+        """The text of a document, and which characters of a chat count. Raises SampleRefused: it is none."""
+        spans: list[Span] = []
+        try:
+            if isinstance(content, Mapping):
+                content, spans = self._template.render_marked(content)
+            elif isinstance(content, bytes):
+                content = content.decode()
+            content.encode()
+        except UnicodeDecodeError as error:
+            raise SampleRefused(
+                f"it is not UTF-8 ({error.reason}: {error.object[error.start : error.start + 1]!r})"
+            ) from None
+        except UnicodeEncodeError as error:  # JSON can write it
+            half = f"\\u{ord(error.object[error.start]):04x}"
+            raise SampleRefused(f"it has half a character ({half}, a surrogate alone), which is no text") from None
+        return content, spans
 
     def _with_ends(self, row: list[int], document: Document) -> list[int]:
         """With the token that begins a text, where the tokenizer has one, and the one that ends it; neither twice."""
@@ -185,38 +200,17 @@ class HfTokenizer:
             row = [*row, *end]
         return row
 
-    # Chats ---------------------------------------------------------------------------------------------------------
-
-    def _encode_chats(self, documents: Sequence[Document]) -> Encoded:
-        problems: dict[int, str] = {}
-        chats = [self._marked(document.content, number, problems) for number, document in enumerate(documents)]
-        encodings = self.backend.encode_batch([text for text, _ in chats], add_special_tokens=False)
-        ids, lengths = _joined([encoding.ids for encoding in encodings])
-        counted = np.zeros(len(ids), np.bool_)
-        ends = np.cumsum(lengths)
-        for number, (encoding, (_, spans)) in enumerate(zip(encodings, chats, strict=True)):
-            if number not in problems:
-                first, last = ends[number] - lengths[number], ends[number]
-                counted[first:last] = self._template.counted_tokens(np.array(encoding.offsets), spans)
-                if not counted[first:last].any():
-                    problems[number] = "it has no token that counts in the loss: no answer of an assistant"
-        is_sample = np.ones(len(lengths), np.bool_)
-        is_sample[list(problems)] = False
-        kept = np.repeat(is_sample, lengths)
-        return Encoded(ids[kept], lengths * is_sample, counted[kept], problems)
-
-    def _marked(self, row: Any, number: int, problems: dict[int, str]) -> tuple[str, list[tuple[int, int]]]:
-        try:
-            text, spans = self._template.render_marked(row)
-            if half := half_of_a_character(text):
-                raise SampleRefused(half)
-            return text, spans
-        except SampleRefused as error:
-            problems[number] = str(error)
-            return "", []
-        except TooSlow as error:
-            error.number = number
-            raise
+    def _encode_chats(self, texts: list[str], spans: list[list[Span]], problems: dict[int, str]) -> Encoded:
+        """The tokens of chats, and which of them count; adds to `problems` those without any."""
+        rows, counted = list[list[int]](), list[NDArray[np.bool_]]()
+        for number, encoding in enumerate(self.backend.encode_batch(texts, add_special_tokens=False)):
+            counts = self._template.counted_tokens(np.array(encoding.offsets), spans[number])
+            if number not in problems and not counts.any():
+                problems[number] = "it has no token that counts in the loss: no answer of an assistant"
+            is_sample = number not in problems
+            rows.append(encoding.ids if is_sample else [])
+            counted.append(counts if is_sample else counts[:0])
+        return Encoded(*_joined(rows), np.concatenate(counted), problems)
 
     # The tokenizer itself ------------------------------------------------------------------------------------------
 
@@ -264,29 +258,6 @@ class HfTokenizer:
         loaded.backend_tokenizer.no_truncation()
         loaded.backend_tokenizer.no_padding()
         return loaded
-
-
-def _text_of(document: Document, number: int, problems: dict[int, str]) -> str:
-    if isinstance(document.content, str):
-        if half := half_of_a_character(document.content):
-            problems[number] = half
-            return ""
-        return document.content
-    assert isinstance(document.content, bytes), "a corpus is of texts or of chats"
-    try:
-        return document.content.decode()
-    except UnicodeDecodeError as error:
-        problems[number] = f"it is not UTF-8 ({error.reason}: {document.content[error.start : error.start + 1]!r})"
-        return ""
-
-
-def half_of_a_character(text: str) -> str:
-    """What is wrong with a text that JSON can write and no tokenizer takes; empty: nothing is."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return f"it has half a character (\\u{ord(text[error.start]):04x}, a surrogate alone), which is no text"
-    return ""
 
 
 def _joined(rows: Sequence[Sequence[int]]) -> tuple[NDArray[Any], NDArray[np.int64]]:

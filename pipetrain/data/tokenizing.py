@@ -25,13 +25,14 @@ from filelock import FileLock, Timeout
 from pipetrain.config.records import STREAM, DataConfig
 from pipetrain.config.write_files import open_to_append
 from pipetrain.data.chat_template import TooSlow
-from pipetrain.data.corpus import cache_root, cut_at_a_line, digest_of, files_of, memory_of, split_of
+from pipetrain.data.corpus import cache_root, cut_at_a_line, digest_of, files_of, memory_of, split_files
 from pipetrain.data.documents import Corpus, Document, hf_corpus, json_corpus, text_corpus
-from pipetrain.data.token_file import FORMAT, HELDOUT, PARTS, TOKENS_JSON, TRAIN, PartWriter, TokenSheet, smallest_type
+from pipetrain.data.token_file import FORMAT, HELDOUT, PARTS, TOKENS_JSON, TRAIN, PartWriter, TokenSheet
 from pipetrain.data.tokenizer import ByteTokenizer, Encoded, Tokenizer
 
 Tell = Callable[[float], None]
 """Called with the fraction that is done, from 0 to 1."""
+
 
 WAIT_SECONDS = 600.0  # for another process that tokenizes and makes no progress
 _PAUSE_SECONDS = 0.1  # between two checks of its progress
@@ -43,11 +44,11 @@ def tokenized(
     *,
     out: Path | None = None,
     timeout_seconds: float = WAIT_SECONDS,
-    tell: Tell | None = None,
+    tell: Tell = lambda _: None,
 ) -> Path:
     """The folder with the tokens: `out`, or one in the cache, made once. Raises ValueError: a document cannot be a sample, or the folder cannot be written."""
     corpus = corpus_of(config, tokenizer)
-    folder = _in_cache(config, corpus, tokenizer) if out is None else out
+    folder = folder_in_cache(config, corpus, tokenizer) if out is None else out
     make = partial(write_tokens, corpus, tokenizer, skips=config.on_error == "skip", tell=tell)
     return made_once(folder, make, timeout_seconds=timeout_seconds)
 
@@ -57,7 +58,7 @@ def made_once(folder: Path, make: Callable[[Path], None], *, timeout_seconds: fl
 
     Raises ValueError: it cannot be written, its file system has no locks, or nothing has come from its maker for `timeout_seconds`.
     """
-    if _is_whole(folder):
+    if is_whole(folder):
         return folder
     draft = folder.with_name(f"{folder.name}.draft")
     lock = FileLock(folder.with_name(f"{folder.name}.lock"), mode=0o640, fallback_to_soft=False)
@@ -76,7 +77,7 @@ def made_once(folder: Path, make: Callable[[Path], None], *, timeout_seconds: fl
                         "end it, or choose another data.cache_dir"
                     ) from None
                 size, wait = now, timeout_seconds
-        if not _is_whole(folder):
+        if not is_whole(folder):
             with open_to_append(Path(lock.lock_file)) as file:
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -102,7 +103,8 @@ def _size_of_files(draft: Path) -> int:
         return 0
 
 
-def _is_whole(folder: Path) -> bool:
+def is_whole(folder: Path) -> bool:
+    """Whether there are tokens in it."""
     return (folder / TOKENS_JSON).is_file()
 
 
@@ -113,7 +115,8 @@ def corpus_of(config: DataConfig, tokenizer: Tokenizer) -> Corpus:
     train, heldout = files_of(config)
     if config.name == "jsonl":
         return json_corpus(train, heldout, config.eval_fraction, config.text_field)
-    split = split_of(config) if isinstance(tokenizer, ByteTokenizer) else cut_at_a_line(split_of(config))
+    split = split_files(train, heldout, config.eval_fraction)
+    split = split if isinstance(tokenizer, ByteTokenizer) else cut_at_a_line(split)
     return text_corpus(split, digest_of([*train, *heldout]))
 
 
@@ -122,13 +125,7 @@ def is_cached(config: DataConfig, tokenizer: Tokenizer | None) -> bool:
     return config.name != "memmap" and tokenizer is not None and not is_bytes(config, tokenizer)
 
 
-def kept_tokens(config: DataConfig, tokenizer: Tokenizer) -> Path | None:
-    """Their folder in the cache; None: it is not there."""
-    folder = _in_cache(config, corpus_of(config, tokenizer), tokenizer)
-    return folder if _is_whole(folder) else None
-
-
-def _in_cache(config: DataConfig, corpus: Corpus, tokenizer: Tokenizer) -> Path:
+def folder_in_cache(config: DataConfig, corpus: Corpus, tokenizer: Tokenizer) -> Path:
     """The folder in the cache: other text, another tokenizer or another key that tokens depend on is another folder."""
     held = (config.eval_path is not None, config.eval_split is not None, config.eval_fraction)
     chat = (config.text_field, config.counted, config.template_date)
@@ -146,26 +143,25 @@ _BATCH_BYTES = 2**22
 BATCH_DOCUMENTS = 4096
 
 
-def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: bool, tell: Tell | None = None) -> None:
+def write_tokens(
+    corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: bool, tell: Tell = lambda _: None
+) -> None:
     """Tokenizes all documents of `corpus` into the empty `folder`. `skips`: documents that cannot be samples are counted, not refused.
 
     Raises ValueError: a document cannot be a sample (its file and line are named), or no document can; OSError: `folder` cannot be written.
     """
-    item_type = smallest_type(tokenizer.vocabulary_size)
+    item_type = np.min_scalar_type(max(tokenizer.vocabulary_size - 1, 0))  # that holds every token id
     problems = _Problems(corpus, skips)
     batches = _batches(corpus.documents(), problems)
     first = next(batches, [])
     is_chat = bool(first) and not isinstance(first[0].content, (str, bytes))
     with ExitStack() as stack:
-        writers = {part: stack.enter_context(PartWriter(folder / part, item_type, is_chat=is_chat)) for part in PARTS}
+        writers = {part: PartWriter(folder / part, item_type, stack, is_chat=is_chat) for part in PARTS}
         thread = stack.enter_context(ThreadPoolExecutor(1, "pipetrain-tokenize"))
-        done = 0
-        for batch, encoded in _ahead(
-            itertools.chain([first] if first else [], batches), tokenizer, thread, corpus.sources
-        ):
+        done, batches = 0, itertools.chain(filter(None, [first]), batches)
+        for batch, encoded in _ahead(batches, tokenizer, thread, corpus.sources):
             done += _write(batch, encoded, writers, problems)
-            if tell is not None:
-                tell(min(done / max(corpus.num_bytes, 1), 1.0))
+            tell(min(done / max(corpus.num_bytes, 1), 1.0))
     numbers = {part: writers[part].numbers for part in PARTS}
     if problems.first is not None and not any(part.tokens for part in numbers.values()):
         raise ValueError(f"no document can be a sample; first of {problems.num_skipped}: {problems.first}; fix them")
@@ -183,8 +179,7 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, skips: b
         first_problem=problems.first,
     )
     (folder / TOKENS_JSON).write_text(json.dumps(asdict(sheet), indent=2) + "\n")
-    if tell is not None:
-        tell(1.0)
+    tell(1.0)
 
 
 @dataclass

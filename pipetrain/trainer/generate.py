@@ -97,7 +97,7 @@ def _are_chats(asked: Asked, tokenizer: Tokenizer) -> bool:
 
 def _tokens_of(prompt: str, asked: Asked, tokenizer: Tokenizer) -> list[int]:
     if not _are_chats(asked, tokenizer):
-        return [int(token) for token in tokenizer.encode(prompt.encode())]
+        return tokenizer.encode(prompt.encode())
     assert isinstance(tokenizer, HfTokenizer)
     system = [] if asked.system is None else [{"role": "system", "content": asked.system}]
     return tokenizer.encode_prompt(tokenizer.render([*system, {"role": "user", "content": prompt}]))

@@ -7,7 +7,7 @@ from counts import num_counted
 from torch import Tensor
 
 from pipetrain.data.batches import Batches, HeldoutBatches
-from pipetrain.data.samples import Windows, windows_of
+from pipetrain.data.samples import Windows
 
 TOKENS = np.arange(101, dtype=np.uint8)  # 25 windows of 4 and the one after
 
@@ -17,9 +17,10 @@ def steps(batches: Batches, first: int, count: int) -> list[Tensor]:
 
 
 def test_windows_lie_side_by_side_and_share_one_token() -> None:
-    assert windows_of(np.arange(10), 4).tolist() == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
-    assert windows_of(np.arange(9), 4).shape == (2, 5)
-    assert windows_of(np.arange(4), 4).shape == (0, 5)
+    inputs, targets = Windows(np.arange(10), 4).take(np.arange(2))
+    assert inputs.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert targets.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert [len(Windows(np.arange(size), 4)) for size in (10, 9, 8, 4, 0)] == [2, 2, 1, 0, 0]
 
 
 def test_targets_are_the_tokens_after_the_inputs() -> None:
@@ -85,7 +86,7 @@ def test_heldout_covers_each_token_once_and_in_order() -> None:
 def test_heldout_reads_no_more_than_asked_and_spreads_it() -> None:
     batches = HeldoutBatches(Windows(TOKENS, 4), batch_size=2, max_tokens=23)
     assert num_counted(batches) == 20
-    assert batches.sample_indices().tolist() == [0, 5, 10, 15, 20]
+    assert batches.indices.tolist() == [0, 5, 10, 15, 20]
 
 
 def test_nothing_held_out() -> None:

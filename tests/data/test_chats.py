@@ -12,7 +12,7 @@ from tiny_tokenizer import DATED, DROPS, MARKED, PLAIN, save_tokenizer
 
 from pipetrain.config.records import DataConfig
 from pipetrain.data.dataset import make_data, make_tokenizer
-from pipetrain.data.documents import Document, Place
+from pipetrain.data.documents import Document
 from pipetrain.data.tokenizer import HfTokenizer
 
 MESSAGES = [
@@ -46,7 +46,7 @@ def tokenizer_of(folder: pathlib.Path, template: str | None, counted: str = "ans
 
 
 def chat(messages: Any = MESSAGES) -> Document:
-    return Document({"messages": messages}, Place(0, 1), 1, False)
+    return Document({"messages": messages}, (0, 1), 1, False)
 
 
 def bracketed(tokenizer: HfTokenizer, document: Document) -> str:
@@ -105,8 +105,8 @@ def test_a_chat_begins_once(tmp_path: pathlib.Path) -> None:
     tokenizer = tokenizer_of(tmp_path, PLAIN)
     assert tokenizer.encode_documents([chat()]).ids.tolist().count(0) == 1
     assert tokenizer.encode_prompt(tokenizer.render(MESSAGES[:1])).count(0) == 1
-    assert tokenizer.encode(b"Hi").tolist()[0] == 0
-    text = Document("<s>Hi</s>", Place(0, 1), 1, False)
+    assert tokenizer.encode(b"Hi")[0] == 0
+    text = Document("<s>Hi</s>", (0, 1), 1, False)
     assert tokenizer.encode_documents([text]).ids.tolist() == [0, *tokenizer.encode_prompt("Hi"), 1]
 
 
@@ -239,7 +239,7 @@ def test_half_a_character_is_told(tmp_path: pathlib.Path) -> None:
     """What a JSON string may hold, and no tokenizer takes."""
     tokenizer = tokenizer_of(tmp_path, MARKED)
     broken = json.loads(r'"a\ud800b"')
-    for document in (Document(broken, Place(0, 1), 1, False), chat([{"role": "assistant", "content": broken}])):
+    for document in (Document(broken, (0, 1), 1, False), chat([{"role": "assistant", "content": broken}])):
         encoded = tokenizer.encode_documents([document])
         assert encoded.problems == {0: r"it has half a character (\ud800, a surrogate alone), which is no text"}
 

@@ -22,7 +22,7 @@ from pipetrain import Pipeline
 from pipetrain.config.records import DataConfig
 from pipetrain.data.batch import Batch
 from pipetrain.data.dataset import make_data, make_tokenizer
-from pipetrain.data.documents import Document, Place
+from pipetrain.data.documents import Document
 from pipetrain.data.samples import IGNORED
 
 NUM_ROWS, LENGTH = 6, 64
@@ -62,7 +62,7 @@ def documents_of(folder: pathlib.Path, counted: str) -> list[tuple[list[int], li
     lines = (folder / "chat.jsonl").read_text().splitlines()
     found = []
     for line in lines:
-        encoded = tokenizer.encode_documents([Document(json.loads(line), Place(0, 1), 1, False)])
+        encoded = tokenizer.encode_documents([Document(json.loads(line), (0, 1), 1, False)])
         assert encoded.counted is not None
         found.append((encoded.ids.tolist(), encoded.counted.tolist()))
     return found

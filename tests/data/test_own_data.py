@@ -18,7 +18,7 @@ from pipetrain.config.records import DataConfig
 from pipetrain.data import own
 from pipetrain.data.batch import Batch, Share
 from pipetrain.data.batches import PhasedBatches
-from pipetrain.data.dataset import check_data, make_data, own_data
+from pipetrain.data.dataset import check_data, make_data
 
 DATA = """
 import torch
@@ -113,7 +113,7 @@ def test_batches_of_the_library_are_those_of_the_trainer() -> None:
 def test_a_rank_that_does_not_need_them_makes_no_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "call_target", None)  # whoever calls it fails
     config = of("Pairs", "data.heldout_target=pairs:Pairs", "data.num_workers=2")
-    data = own_data(config, own.OwnData(config, 7, (10, 6), is_read=False))
+    data = own.OwnData(config, 7, (10, 6), is_read=False).cut(config)
     assert data.train.batch(3) == Batch(None, None)
     assert list(data.heldout) == [Batch(None, None)] * 2
     assert data.train.samples_per_epoch == 10
@@ -131,7 +131,7 @@ def test_workers_read_the_same_batches_and_go_back() -> None:
 
 def test_a_worker_that_fails_names_the_sample() -> None:
     config = of("Pairs", "data.num_workers=1", "data.args.fails_at=5")
-    train = own_data(config, own.OwnData(config, 7, (10, 0), timeout_seconds=100.0)).train
+    train = own.OwnData(config, 7, (10, 0), timeout_seconds=100.0).cut(config).train
     with contextlib.closing(train), pytest.raises(ConfigError) as raised:
         list(map(train.batch, range(3)))
     assert str(raised.value) == "data.target=pairs:Pairs: sample 5 raises OSError: the disk is gone (pairs.py, line 13)"
@@ -208,7 +208,7 @@ def test_names_are_checked_without_making_a_dataset() -> None:
 
 def test_another_number_of_samples_than_on_rank_0_is_refused() -> None:
     config: Any = of("Pairs")
-    reader = own.OwnData(config, 7, (11, 0)).batches(config)
+    reader = own.OwnData(config, 7, (11, 0)).cut(config).train
     with pytest.raises(ConfigError, match="has 10 samples here and 11 on rank 0"):
         reader.batch(0)
 
@@ -245,14 +245,14 @@ def test_phases_with_other_batches_go_on_in_one_stream() -> None:
     config = of("Counting")
     data = own.OwnData(config, 7, (own.STREAM, 0))
     phases = PhasedBatches(
-        [(0, data.batches(config)), (2, data.batches(dataclasses.replace(config, global_batch_size=2)))]
+        [(0, data.cut(config).train), (2, data.cut(dataclasses.replace(config, global_batch_size=2)).train)]
     )
     assert [numbers(phases.batch(step)) for step in (1, 2, 3, 4)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [0, 1]]
 
 
 def test_a_rank_that_does_not_read_makes_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own, "call_target", None)
-    train = own_data(of("Counting"), own.OwnData(of("Counting"), 7, (own.STREAM, 0), is_read=False)).train
+    train = own.OwnData(of("Counting"), 7, (own.STREAM, 0), is_read=False).cut(of("Counting")).train
     assert train.batch(3) == Batch(None, None)
     assert train.state_dict() == {}
     train.load_state_dict({"position": 4})

@@ -10,7 +10,7 @@ import torch
 from pipetrain.config.records import DataConfig
 from pipetrain.data.batch import Batch
 from pipetrain.data.batches import Batches, PhasedBatches
-from pipetrain.data.dataset import make_data, open_data
+from pipetrain.data.dataset import OpenData, make_data
 from pipetrain.data.samples import Windows
 
 TOKENS = np.arange(101, dtype=np.uint8)
@@ -83,7 +83,7 @@ def test_what_was_passed_over_does_not_come_again(went_back: list[tuple[int, int
 def test_lengths_are_cut_of_what_was_read_once(tmp_path: pathlib.Path) -> None:
     (tmp_path / "a.txt").write_text("abcdefghij" * 400)
     config = DataConfig(name="text", path=str(tmp_path), global_batch_size=4, sequence_length=16, eval_fraction=0.1)
-    opened = open_data(config, 0)
+    opened = OpenData(config, 0)
     (tmp_path / "a.txt").write_text("what is written later")
     short, other, long = (
         opened.cut(own)
@@ -105,6 +105,6 @@ def test_lengths_are_cut_of_what_was_read_once(tmp_path: pathlib.Path) -> None:
 def test_opening_and_cutting_is_what_make_data_does(tmp_path: pathlib.Path) -> None:
     (tmp_path / "a.txt").write_text("abcdefghij" * 400)
     config = DataConfig(name="text", path=str(tmp_path), global_batch_size=4, sequence_length=16)
-    one, other = make_data(config, 3), open_data(config, 3).cut(config)
+    one, other = make_data(config, 3), OpenData(config, 3).cut(config)
     assert torch.equal(one.train.batch(5).inputs, other.train.batch(5).inputs)
     assert one.fingerprint == other.fingerprint

@@ -10,7 +10,7 @@ import pytest
 from foreign import answers
 from tiny_tokenizer import PLAIN, save_tokenizer
 
-from pipetrain.data import template_budget
+from pipetrain.data import chat_template
 from pipetrain.data.chat_template import ChatTemplate, SampleRefused
 
 CHAT = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]}
@@ -133,7 +133,7 @@ def test_the_command_names_the_line_and_goes_on_where_it_may(
 def test_time_ends_the_command_and_skips_nothing(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(template_budget, "MOST_SECONDS", 0.0)
+    monkeypatch.setattr(chat_template, "MOST_SECONDS", 0.0)
     slow = "{% if messages|length > 2 %}" + LOOP + 5 * "{{ messages }}" + "{% endfor %}{% endif %}"
     tokenizer = save_tokenizer(tmp_path / "tokenizer", slow + PLAIN)
     good = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'

@@ -22,8 +22,9 @@ from torch.utils import _pytree as pytree
 
 from pipetrain.cli.main import main
 from pipetrain.config.records import DataConfig
-from pipetrain.data import documents, tokenizing
-from pipetrain.data.dataset import Data, check_data, make_data, make_tokenizer
+from pipetrain.data import corpus, documents, tokenizing
+from pipetrain.data.batches import Data
+from pipetrain.data.dataset import check_data, make_data, make_tokenizer
 from pipetrain.data.token_file import TRAIN, TokenPart, read_part, read_sheet
 from pipetrain.data.tokenizer import ByteTokenizer
 from pipetrain.data.tokenizing import corpus_of, made_once, tokenized
@@ -71,7 +72,7 @@ def test_a_text_begins_and_ends(tokenizer: str, tmp_path: pathlib.Path) -> None:
     assert made is not None
     assert part.tokens.dtype == np.uint16
     for text, row in zip(LINES, np.split(part.tokens, part.ends[:-1]), strict=True):
-        assert row.tolist() == [*made.encode(text.encode()).tolist(), 1]
+        assert row.tolist() == [*made.encode(text.encode()), 1]
         assert made.decode(row) == text
 
 
@@ -80,14 +81,14 @@ def test_a_long_text_is_read_in_pieces(tokenizer: str, tmp_path: pathlib.Path, m
     text = TEXT.replace(". ", ".\n\n  ") * 3 + "für"
     (tmp_path / "a.txt").write_text(text)
     config = config_of(tmp_path, name="text", path=str(tmp_path / "a.txt"), tokenizer=tokenizer, eval_fraction=0.0)
-    monkeypatch.setattr(documents, "PIECE_BYTES", 100)
+    monkeypatch.setattr(corpus, "PIECE_BYTES", 100)
     made = make_tokenizer(config)
     assert made is not None
     pieces = list(corpus_of(config, made).documents())
     assert len(pieces) > 10
     assert b"".join(piece.content for piece in pieces) == text.encode()
     part = train_part(config)
-    assert part.tokens.tolist() == [*made.encode(text.encode()).tolist(), 1]
+    assert part.tokens.tolist() == [*made.encode(text.encode()), 1]
     assert part.ends.tolist() == [len(part.tokens)]
 
 

@@ -118,7 +118,7 @@ MUTANTS = (
     ),
     Mutant(
         "macros of a template may be inside each other without end",
-        "pipetrain/data/template_budget.py",
+        "pipetrain/data/chat_template.py",
         "if self._calls > _MOST_CALLS:",
         "if False:",
         ("tests/data/test_template_budget.py", "-k", "itself"),
@@ -133,8 +133,8 @@ MUTANTS = (
     Mutant(
         "templates are told today's date",
         "pipetrain/data/chat_template.py",
-        "with _pinned(self.date, {",
-        "with _pinned(datetime.date.today(), {",
+        'row.get("tools")}, self.date)',
+        'row.get("tools")}, datetime.date.today())',
         ("tests/data/test_chats.py", "-k", "what_counts"),
     ),
     Mutant(

@@ -41,8 +41,8 @@ MUTANTS = (
     Mutant(
         "every rank reads the user's data",
         "pipetrain/data/own.py",
-        "        if not self.is_read:",
-        "        if False:",
+        "is_read=self.is_read",
+        "is_read=True",
         ("tests/data/test_own_data.py", "-k", "does_not_need_them"),
     ),
     Mutant(
@@ -55,15 +55,15 @@ MUTANTS = (
     Mutant(
         "an iterable dataset begins anew in a resumed run",
         "pipetrain/data/own.py",
-        '        self._reader.dataset.load_state_dict(state["dataset"])\n',
+        '            self._reader.dataset.load_state_dict(state["dataset"])\n',
         "",
         ("tests/data/test_own_data.py", "-k", "goes_on_from_its_state"),
     ),
     Mutant(
         "an iterable dataset is read again up to where it was",
         "pipetrain/data/own.py",
-        "            self._stream.load_state_dict(state)\n",
-        "            pass\n",
+        "        self._stream.load_state_dict(state)\n",
+        "        pass\n",
         ("tests/data/test_own_data.py", "-k", "goes_on_from_its_state"),
     ),
     Mutant(
