@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from pipetrain.plan.footprint import Footprint
-from pipetrain.plan.profile import LOSS, LayerProfile, Link, Profile, costs_of_layers
+from pipetrain.plan.profile import LOSS, LayerProfile, Link, Profile
 from pipetrain.plan.space import Choice, PlanProblem, limits_of
+from pipetrain.plan.stage_costs import costs_of_layers
 from pipetrain.schedule.families import AUTO
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.search.list_order import ListRule, OrderProblem, Prefers, list_by

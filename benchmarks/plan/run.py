@@ -16,8 +16,9 @@ from pipetrain.config.records import ModelConfig
 from pipetrain.models.spec import spec_of
 from pipetrain.plan.plan import make_plan
 from pipetrain.plan.planner import make_plans
-from pipetrain.plan.profile import Profile, costs_of_layers
+from pipetrain.plan.profile import Profile
 from pipetrain.plan.space import Choice, PlanProblem
+from pipetrain.plan.stage_costs import costs_of_layers
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.profiling import profile_layers
 from pipetrain.schedule.policy import OFF, Mode, RecomputePolicy

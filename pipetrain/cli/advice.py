@@ -19,7 +19,8 @@ from pipetrain.monitor.folder import RunFolder
 from pipetrain.monitor.shown import Shown
 from pipetrain.plan.plan import Plan, read_plan
 from pipetrain.plan.planner import make_plans
-from pipetrain.plan.profile import as_measured, read_profile
+from pipetrain.plan.profile import read_profile
+from pipetrain.plan.stage_costs import as_measured
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.families import AUTO
 from pipetrain.trainer.prepare import predict, profile_of
@@ -91,7 +92,7 @@ def _better_plan(folder: RunFolder, config: RunConfig, plan: Plan, costs: Costs,
     except ValueError:
         return
     if fitting and (gain := 1 - fitting[0].step_seconds / seconds) >= _LEAST_OF_PLAN:
-        yield NextStep("Another plan, by the op times of this run", " ".join(fitting[0].candidate.overrides), gain)
+        yield NextStep("Another plan, by the op times of this run", " ".join(fitting[0].overrides), gain)
 
 
 def _measured(folder: RunFolder) -> tuple[RunConfig, Plan, Costs]:

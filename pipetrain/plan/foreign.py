@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pipetrain.plan.balance import balance_by_work
-from pipetrain.plan.candidates import RankMemory
-from pipetrain.plan.footprint import Footprint
-from pipetrain.plan.planner import with_sums
-from pipetrain.plan.profile import LayerProfile, Profile, costs_of_layers
+from pipetrain.plan.footprint import Footprint, RankMemory
+from pipetrain.plan.profile import LayerProfile, Profile
 from pipetrain.plan.space import PlanProblem, promising_layouts
+from pipetrain.plan.stage_costs import costs_of_layers
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import write_csv
 from pipetrain.schedule.families import ALWAYS_SPLIT, generator_of
@@ -173,8 +172,7 @@ class Pricing:
         return replace(profile, layers=(*layers.values(), *loss), smaller=())
 
     def costs(self, option: Option) -> Costs:
-        profile = self.profile(option)
-        return with_sums(costs_of_layers(profile, option.balance), profile, option.balance, option.num_replicas)
+        return costs_of_layers(self.profile(option), option.balance, num_replicas=option.num_replicas)
 
     def spec(self, option: Option) -> ScheduleSpec:
         ranks, count, replicas = option.stage_ranks, option.num_microbatches, option.num_replicas

@@ -11,7 +11,8 @@ from typing import Any
 
 from pipetrain.plan.balance import balance_by_work, balance_evenly, cut_by_work
 from pipetrain.plan.footprint import Holdings
-from pipetrain.plan.profile import Profile, bytes_of_layers, seconds_of_layers
+from pipetrain.plan.profile import Profile
+from pipetrain.plan.stage_costs import bytes_of_layers, seconds_of_layers
 from pipetrain.schedule.families import ALWAYS_SPLIT, AUTO
 from pipetrain.schedule.placement import stage_ranks_of
 from pipetrain.schedule.policy import LAYERS, LastStage, Mode, Offload, Outputs, RecomputePolicy
@@ -85,8 +86,16 @@ class Choice:
         return len(self.balance)
 
     @property
+    def stages_per_rank(self) -> int:
+        return self.num_stages // self.num_ranks
+
+    @property
+    def placement(self) -> str:
+        return "v" if self.schedule == "zbv" else "loop"
+
+    @property
     def stage_ranks(self) -> tuple[int, ...]:
-        return stage_ranks_of("v" if self.schedule == "zbv" else "loop", self.num_stages, self.num_ranks)
+        return stage_ranks_of(self.placement, self.num_stages, self.num_ranks)
 
     @property
     def in_flight(self) -> tuple[int, ...]:

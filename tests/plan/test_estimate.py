@@ -10,8 +10,9 @@ from pipetrain.plan.cluster import parse_cluster
 from pipetrain.plan.estimate import Estimator
 from pipetrain.plan.footprint import Holdings
 from pipetrain.plan.foreign import PEERS, Option, Pricing, layer_groups
-from pipetrain.plan.profile import LayerProfile, Profile, costs_of_layers
+from pipetrain.plan.profile import LayerProfile, Profile
 from pipetrain.plan.space import PlanProblem
+from pipetrain.plan.stage_costs import costs_of_layers
 from pipetrain.schedule.make import make
 from pipetrain.schedule.simulate import simulate
 
