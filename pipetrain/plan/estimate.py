@@ -55,7 +55,7 @@ class _Work:
 @dataclass(frozen=True)
 class Estimator:
     """Estimates of a model on one device of a stage. Samples have `sequence_length` tokens, a stage has `tensor` ranks; `precision` is the
-    configuration's, but for `auto`. `float8`: decoder layers multiply in float8, which pipetrain does not do and some peers do.
+    configuration's, but for `auto`.
 
     Raises:
         ValueError: tensor ranks that no machine of the cluster has room for, or a precision that the device does not have.
@@ -66,7 +66,6 @@ class Estimator:
     sequence_length: int
     tensor: int = 1
     precision: str = "bf16-mixed"
-    float8: bool = False
 
     def __post_init__(self) -> None:
         per_node, device = self.cluster.devices_per_node, self.cluster.device
@@ -76,7 +75,7 @@ class Estimator:
                 f"plan.tensor={self.tensor}: the tensor ranks of a stage share one of the machines of {CLUSTER}={self.cluster.text}, with "
                 f"{per_node} devices; allowed are {fitting}"
             )
-        if (self.number_bytes == 2 and not device.bf16) or (self.float8 and not device.fp8):
+        if self.number_bytes == 2 and not device.bf16:
             raise ValueError(f"precision={self.precision}: {device.name} has no known speed for it; use precision=fp32")
 
     @property
@@ -144,10 +143,9 @@ class Estimator:
             inner=share * size * (3 * width + mixing / width + inner / matrices * ends),
             boundary=(share * width * size, share * width * size),
             parameters=(mixing + all_feeding + 2 * width) / self.tensor,
-            float8=self.float8,
         )
         # R ends before the last product, whose result nothing saves.
-        spared = self._seconds(_Work(matmul=2 * share * feeding / matrices), float8=self.float8)
+        spared = self._seconds(_Work(matmul=2 * share * feeding / matrices))
         largest = max(share * size * inner / matrices, gathered if self.tensor > 1 else 0)
         saved = SavedTensor("mm", (), "", round(largest), 0.0)
         return replace(
@@ -184,17 +182,16 @@ class Estimator:
         inner: float,
         boundary: tuple[float, float],
         parameters: float,
-        float8: bool = False,
     ) -> LayerProfile:
         """`inner` are bytes of its set without its input and output, `boundary` theirs."""
-        forward = self._seconds(work, float8=float8)
+        forward = self._seconds(work)
         input_bytes, output_bytes = map(round, boundary)
         trained = round(parameters * self.weight_bytes)
         return LayerProfile(
             numbers=(0,),
             kind=kind,
             forward_seconds=forward,
-            backward_seconds=self._seconds(work, _BACKWARD, float8=float8),
+            backward_seconds=self._seconds(work, _BACKWARD),
             recompute_seconds=forward,
             recompute_last_seconds=forward,
             selective_seconds=0.0,
@@ -209,12 +206,12 @@ class Estimator:
             optimizer_bytes=_ADAM_MOMENTS * trained,
         )
 
-    def _seconds(self, work: _Work, times: tuple[float, float, float] = (1.0, 1.0, 1.0), *, float8: bool) -> float:
+    def _seconds(self, work: _Work, times: tuple[float, float, float] = (1.0, 1.0, 1.0)) -> float:
         """Seconds of `work`; `times` scale its FLOPs and bytes."""
         device, (matmul, attention, memory) = self.cluster.device, times
         share, peak = device.efficiency, device.bf16 if self.number_bytes == 2 else device.fp32
         return (
-            matmul * work.matmul / (device.fp8 * share.matmul_fp8 if float8 else peak * share.matmul)
+            matmul * work.matmul / (peak * share.matmul)
             + attention * work.attention / (peak * share.attention)
             + memory * work.memory / (device.memory_bandwidth * share.memory)
             + work.messages / self.cluster.bandwidth(within_node=True)

@@ -258,8 +258,8 @@ MUTANTS = (
     Mutant(
         "what joins replicas never crosses nodes",
         "pipetrain/plan/mesh.py",
-        "crosses = len({self._node(rank) for rank in ranks}) > 1",
-        "crosses = False",
+        "yield ReduceGroup(ranks, self.plan.stages_of(place), sent, self._cross_nodes(ranks))",
+        "yield ReduceGroup(ranks, self.plan.stages_of(place), sent, False)",
         ("tests/plan/test_mesh.py", "-k", "crosses"),
     ),
     Mutant(
