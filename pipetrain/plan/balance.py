@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -182,11 +182,9 @@ class _Steps:
 def _improved(best: Balance, seconds: float, steps: _Steps) -> tuple[Balance, float] | None:
     """The best of one move, and where none is better of two; None: no better one is found."""
     far = len(best) <= _FAR_STAGES
-    stages = range(len(best))
-    moves = [(i, j) for i in stages for j in stages if i != j and (far or abs(i - j) == 1)]
     for count in (1, 2) if far else (1,):
         found, options = None, []
-        for balance in _moved(best, itertools.combinations_with_replacement(moves, count)):
+        for balance in moved(best, itertools.combinations_with_replacement(moves(len(best), far=far), count)):
             with suppress(ValueError):  # a stage would have fewer layers than parts
                 options.append((steps.least_seconds(balance), balance))
         for least, balance in sorted(options):
@@ -201,10 +199,15 @@ def _improved(best: Balance, seconds: float, steps: _Steps) -> tuple[Balance, fl
     return None
 
 
-def _moved(balance: Balance, moves: Iterator[tuple[_Move, ...]]) -> Iterator[Balance]:
-    """What the moves make of `balance`, each once, where every stage has a layer left."""
+def moves(num_stages: int, *, far: bool) -> list[_Move]:
+    """From each stage to each other, or to its neighbours."""
+    return [pair for pair in itertools.permutations(range(num_stages), 2) if far or abs(pair[0] - pair[1]) == 1]
+
+
+def moved(balance: Balance, choices: Iterable[tuple[_Move, ...]]) -> Iterator[Balance]:
+    """What each choice of moves makes of `balance`, each once, where every stage has a layer left."""
     seen = {balance}
-    for some in moves:
+    for some in choices:
         counts = list(balance)
         for giver, taker in some:
             counts[giver] -= 1

@@ -133,20 +133,21 @@ class PricedPlan:
     @property
     def least_seconds(self) -> float:
         """Of any order of a named family; without the sums over the replicas."""
-        choice = self.choice
-        is_split = choice.split or choice.schedule in ALWAYS_SPLIT
-        costs, ranks = replace(self.costs, reduce=()), choice.stage_ranks
-        return bound(costs, choice.num_microbatches, policy=self.policy, placement=ranks, split_backward=is_split)
+        spec = self.choice.spec(self._problem, self.policy)
+        return bound(
+            self.costs,
+            spec.num_microbatches,
+            policy=spec.policy,
+            placement=spec.stage_ranks,
+            split_backward=spec.split_backward or spec.family in ALWAYS_SPLIT,
+        )
 
     @property
     def least_bytes(self) -> int:
         """Of the fullest rank in a named family, with R at the last moment."""
         choice, policy = self.choice, self.policy
         spec = choice.spec(self._problem, policy if choice.mode is Mode.NEVER else replace(policy, mode=Mode.INLINE))
-        draft = draft_of(spec, generator_of(choice.schedule)(spec.shape))
-        if choice.split or choice.schedule in ALWAYS_SPLIT:
-            draft = closed_up(draft)
-        return max(rank.total for rank in self.footprint.of_schedule(add_recompute(draft)))
+        return max(rank.total for rank in self.footprint.of_schedule(add_recompute(lean_draft(spec))))
 
     @property
     def _spec(self) -> ScheduleSpec:
@@ -448,6 +449,12 @@ class _Pricing:
         least = family.least_seconds * _SAME
         rivals = [one.peak_bytes for one in self.priced.values() if one.step_seconds <= least]
         return bool(rivals) and min(rivals) <= family.least_bytes
+
+
+def lean_draft(spec: ScheduleSpec) -> Schedule:
+    """The order of F and B of a named family, in which each W is right behind its I: no order of them holds less."""
+    draft = draft_of(spec, generator_of(str(spec.family))(spec.shape))
+    return closed_up(draft) if spec.split_backward or spec.family in ALWAYS_SPLIT else draft
 
 
 def _work(choice: Choice) -> float:

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipetrain.plan.balance import balance_by_work, balance_evenly, cut_by_work
+from pipetrain.plan.balance import balance_by_work, balance_evenly, cut_by_work, moved, moves
 from pipetrain.plan.footprint import Holdings
+from pipetrain.plan.plan import Plan
 from pipetrain.plan.profile import Profile
 from pipetrain.plan.stage_costs import bytes_of_layers, seconds_of_layers
 from pipetrain.schedule.families import ALWAYS_SPLIT, AUTO
@@ -24,6 +25,7 @@ _ONE_PER_RANK = (AUTO, "1f1b", "gpipe", "zb-h1")
 _MORE_PER_RANK = (("interleaved", 8), ("interleaved", 4), ("interleaved", 2), ("zbv", 2))
 _SHAPES = (1.0, 2.0, math.inf)  # microbatches in flight per later stage: as 1F1B, twice that, as GPipe
 _SEGMENTS = (1, 2, LAYERS)
+_F_AND_B = ("forward", "backward")
 _WORDS = ("attention", "matmul")
 _ALL_BALANCES, _ALL_OF_FAMILIES = 64, 24  # up to so many balances, all are starts: of `auto`, of named families
 _MOST_MICROBATCHES = 256
@@ -140,19 +142,15 @@ class Choice:
 
     def spec(self, problem: PlanProblem, policy: RecomputePolicy) -> ScheduleSpec:
         """What a run makes from this choice's keys."""
-        ends = list(itertools.accumulate(self.balance))
-        pairs = {
-            tuple(sorted(next(stage for stage, end in enumerate(ends) if layer < end) for layer in pair))
-            for pair in problem.holdings.tied
-        }
+        plan = Plan(self.balance, self.stage_ranks, self.num_microbatches)
         return ScheduleSpec(
             family=self.schedule,
-            stage_ranks=self.stage_ranks,
+            stage_ranks=plan.stage_ranks,
             num_microbatches=self.num_microbatches,
             policy=policy,
             transport_ahead=problem.holdings.prefetch,
             split_backward=self.split,
-            tied=tuple(sorted(((low, high) for low, high in pairs if low != high), reverse=True)),
+            tied=plan.tied_stages(problem.holdings.tied),
             num_replicas=self.num_replicas,
         )
 
@@ -185,7 +183,7 @@ def promising_layouts(problem: PlanProblem) -> list[tuple[int, int, int]]:
         return layouts
     found: dict[int, list[tuple[float, tuple[int, int, int]]]] = {}
     for replicas, ranks, microbatches in layouts:
-        seconds = sum(_work_of_layers(problem.profile.at(-(-problem.batch // (replicas * microbatches)))))
+        seconds = sum(seconds_of_layers(problem.profile.at(-(-problem.batch // (replicas * microbatches))), *_F_AND_B))
         found.setdefault(ranks, []).append(((microbatches / ranks + 1) * seconds, (replicas, ranks, microbatches)))
     return [layout for rows in found.values() for _, layout in sorted(rows)[:2]]
 
@@ -248,7 +246,8 @@ def neighbours(problem: PlanProblem, choice: Choice) -> Iterator[Choice]:
     """Choices that differ in one respect. Many stages change together: one by one they would take all the work."""
     held, alone = problem.held, choice.num_stages <= _MOST_ALONE
     if "pipeline.balance" not in held and alone:
-        for balance in _moved(choice.balance):
+        stages = choice.num_stages
+        for balance in moved(choice.balance, ((one,) for one in moves(stages, far=stages <= _FEW_STAGES))):
             yield _fitting(replace(choice, balance=balance))
     if choice.slots is not None and (choice.schedule == AUTO or "pipeline.schedule" in held):
         for more in () if alone else (2, 1.5):
@@ -298,17 +297,6 @@ def _fitting(choice: Choice) -> Choice:
         return choice
     slots = (max(1, min(own, choice.in_flight[stage] * choice.parts(stage))) for stage, own in enumerate(choice.slots))
     return replace(choice, slots=tuple(slots))
-
-
-def _moved(balance: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """One layer from a stage to another; with many stages to its neighbour alone."""
-    far = len(balance) <= _FEW_STAGES
-    for giver, taker in itertools.permutations(range(len(balance)), 2):
-        if balance[giver] > 1 and (far or abs(giver - taker) == 1):
-            counts = list(balance)
-            counts[giver] -= 1
-            counts[taker] += 1
-            yield tuple(counts)
 
 
 def _schedules(problem: PlanProblem) -> list[tuple[str, int]]:
@@ -367,7 +355,7 @@ def plain_balances(
 ) -> list[tuple[int, ...]]:
     """Equal numbers of layers, and stages that take equally long, each of which recomputes such a share of its microbatches."""
     profile = problem.profile
-    seconds, again = _work_of_layers(profile), seconds_of_layers(profile)
+    seconds, again = seconds_of_layers(profile, *_F_AND_B), seconds_of_layers(profile)
     found = [lean_balance(seconds, tuple(share * one for one in again), stages) for share in shares]
     return list(dict.fromkeys([balance_evenly(profile.num_layers, stages), *found]))
 
@@ -387,13 +375,6 @@ def lean_balance(seconds: tuple[float, ...], again: tuple[float, ...], stages: i
         most = max(own, *(sums[end] - sums[start] for start, end in ends))
         best = min(best, (most, (*before, last)))
     return best[1]
-
-
-def _work_of_layers(profile: Profile) -> tuple[float, ...]:
-    """Seconds of F and B of each layer; of the last one with the loss."""
-    every = [profile.layer(number) for number in range(profile.num_layers + profile.has_loss)]
-    own = [layer.forward_seconds + layer.backward_seconds for layer in every]
-    return (*own[:-2], own[-2] + own[-1]) if profile.has_loss else tuple(own)
 
 
 def _divisors(number: int) -> tuple[int, ...]:
