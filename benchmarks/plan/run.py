@@ -133,7 +133,7 @@ def compare(model: Model, ranks: int, settings: int, options: Options, *, beside
 def _named(choice: Choice) -> str:
     """Schedule, layers per stage, and what is recomputed."""
     recomputed = "never" if choice.mode is Mode.NEVER else f"sets {choice.sets}, segments {choice.segments}"
-    halves = ", split" if choice.split else ""
+    halves = ", split" if choice.split_backward else ""
     return f"{choice.schedule}{halves}, {'-'.join(map(str, choice.balance))}, {recomputed}"
 
 

@@ -296,7 +296,7 @@ def _table(planned: Planned) -> str:
         rows.append(
             {
                 "plan": str(number_of),
-                "schedule": f"{choice.schedule}{', split' if choice.split else ''}",
+                "schedule": f"{choice.schedule}{', split' if choice.split_backward else ''}",
                 "layers": "-".join(map(str, choice.balance)),
                 "m": str(choice.num_microbatches),
                 "recompute": _recomputed(choice),

@@ -61,10 +61,6 @@ _DEEP = 5  # layers of the frontier
 _SEARCHED, _MOST_SEARCHED = 6, 512  # of the frontier, from the fastest to the smallest; stages x microbatches
 _RULES, _STEPS, _MOST_POLISHED = 60, 1.0, 128  # of one search; CP-SAT needs minutes for more stages x microbatches
 _SAME = 1 + 1e-9
-_OF_CHOICE = (  # in the JSON of a plan
-    *("num_stages", "balance", "schedule", "num_microbatches", "sets", "segments", "mode", "stages_per_rank"),
-    *("num_replicas", "offload"),
-)
 _Made = TypeVar("_Made")
 
 
@@ -157,7 +153,7 @@ class PricedPlan:
     @property
     def _rule(self) -> tuple[OrderProblem, ListRule]:
         choice = self.choice
-        problem = OrderProblem(self.costs, choice.num_microbatches, self.policy, split_backward=choice.split)
+        problem = OrderProblem(self.costs, choice.num_microbatches, self.policy, split_backward=choice.split_backward)
         return problem, ListRule(choice.in_flight, choice.prefers)
 
     def _made(self) -> Schedule:
@@ -222,23 +218,10 @@ class PricedPlan:
     def keys(self) -> dict[str, str]:
         """The overrides for a run of the choice: keys that are not held, with new values."""
         choice, problem, profile_key = self.choice, self._problem, self._pricing.profile_key
-        recomputes = choice.mode is not Mode.NEVER
-        words = {
-            "parallel.num_replicas": choice.num_replicas,
-            "pipeline.schedule": choice.schedule,
-            "pipeline.num_stages": choice.num_stages,
-            "pipeline.stages_per_rank": choice.stages_per_rank,
-            "pipeline.placement": choice.placement,
-            "pipeline.split_backward": choice.split,
-            "pipeline.balance": choice.balance,
-            "pipeline.num_microbatches": choice.num_microbatches,
-            "recompute.mode": choice.mode.value,
-            "recompute.sets": choice.sets if recomputes else None,
-            "recompute.segments": choice.segments if recomputes else 1,
-            "recompute.selective": [str(one) for one in choice.selective] if recomputes and choice.selective else None,
-            "recompute.stash": choice.limits,
-            "recompute.offload": choice.offload.value,
-        }
+        words = choice.words
+        if choice.mode is Mode.NEVER:
+            words |= {"recompute.sets": None, "recompute.segments": 1, "recompute.selective": ()}
+        words["recompute.selective"] = words["recompute.selective"] or None
         texts = {key: typed(value) for key, value in words.items() if key not in problem.held}
         found = {key: text for key, text in texts.items() if problem.current.get(key) != text}
         uses_profile = profile_key is not None and (choice.schedule == AUTO or choice.segments != 1)
@@ -265,12 +248,9 @@ class PricedPlan:
     def as_json(self) -> dict[str, Any]:
         """A record of `plans` in `pipetrain plan --json`. `balance` and `stash` (microbatches in flight) have an entry per stage; `memory` and the
         lists of bytes one per rank of a replica."""
-        choice = self.choice
         return {
-            **{name: getattr(choice, name) for name in _OF_CHOICE},
-            "selective": list(map(str, self.policy.selective)),
-            "stash": choice.limits,
-            "split_backward": choice.split,
+            **{key.partition(".")[2]: value for key, value in self.choice.words.items()},
+            "selective": list(map(str, self.choice.selective)),
             "step_seconds": self.timeline.step_seconds,
             "memory": list(map(asdict, self.memory())),
             "peak_activation_bytes": self.peak_activation_bytes,
@@ -476,16 +456,20 @@ def _within(starts: Sequence[Choice], share: float) -> Iterator[Choice]:
     if sum(map(_work, starts)) <= share:
         yield from starts
         return
-    plain = [one for one in starts if one.schedule == AUTO and one.segments == 1 and not (one.split or one.selective)]
+    plain = [
+        one
+        for one in starts
+        if one.schedule == AUTO and one.segments == 1 and not (one.split_backward or one.selective)
+    ]
     first = {one.mode: one for one in reversed(plain)}
-    lean = [one for one in plain if (one.limits, one.balance) == (first[one.mode].limits, first[one.mode].balance)]
+    lean = [one for one in plain if (one.stash, one.balance) == (first[one.mode].stash, first[one.mode].balance)]
     for one in dict.fromkeys([*first.values(), *lean]):
         if share > 0 or one in first.values():
             share -= _work(one)
             yield one
     ways: dict[Any, list[Choice]] = {}
     for one in starts:
-        ways.setdefault((one.schedule, one.mode, one.segments, one.selective, one.split), []).append(one)
+        ways.setdefault((one.schedule, one.mode, one.segments, one.selective, one.split_backward), []).append(one)
     for rows in ways.values():
         step = max(1, math.ceil(sum(map(_work, rows)) * len(ways) / max(share, 1)))
         if _work(rows[0]) <= share:

@@ -33,10 +33,10 @@ _MANY_LAYOUTS = 24
 _MOST_ALONE = 8  # stages
 _FEW_STAGES = 4
 _FEW_SETS = (1, 2, 3, 4)  # of a stage whose other sets go to host memory
-# Keys that plan sets, unless they were typed.
+# Keys that plan sets, unless they were typed. A choice has an attribute for each.
 KEYS = (
-    *("pipeline.num_stages", "pipeline.stages_per_rank", "pipeline.schedule", "pipeline.num_microbatches"),
-    *("pipeline.balance", "pipeline.split_backward", "pipeline.placement", "parallel.num_replicas"),
+    *("parallel.num_replicas", "pipeline.schedule", "pipeline.num_stages", "pipeline.stages_per_rank"),
+    *("pipeline.placement", "pipeline.split_backward", "pipeline.balance", "pipeline.num_microbatches"),
     *("recompute.mode", "recompute.sets", "recompute.segments", "recompute.selective", "recompute.stash"),
     "recompute.offload",
 )
@@ -66,8 +66,8 @@ class PlanProblem:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to train. `slots` (of activations, each for a set or a part of one), `limits` (microbatches in flight) and `balance` have an
-    entry per stage. Only `auto` has limits, and a preference between F and R."""
+    """One way to train. `slots` (of activations, each for a set or a part of one), `stash` (microbatches in flight) and `balance` have an
+    entry per stage. Only `auto` has a stash, and a preference between F and R."""
 
     num_replicas: int
     num_ranks: int
@@ -78,10 +78,15 @@ class Choice:
     segments: int | str
     selective: tuple[Outputs, ...]
     slots: tuple[int, ...] | None
-    limits: tuple[int, ...] | None
-    split: bool = False
+    stash: tuple[int, ...] | None
+    split_backward: bool = False
     prefers: Prefers = Prefers.F
     offload: Offload = Offload.NONE
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """The values of `KEYS`."""
+        return {key: getattr(self, key.partition(".")[2]) for key in KEYS}
 
     @property
     def num_stages(self) -> int:
@@ -102,7 +107,7 @@ class Choice:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """The most microbatches in flight per stage."""
-        return self.limits or (self.num_microbatches,) * self.num_stages
+        return self.stash or (self.num_microbatches,) * self.num_stages
 
     def parts(self, stage: int) -> int:
         """In how many parts a stage is recomputed."""
@@ -129,7 +134,7 @@ class Choice:
             problem.policy,
             mode=self.mode,
             sets=sets,
-            stash=problem.policy.stash if self.limits is None else self.limits,
+            stash=problem.policy.stash if self.stash is None else self.stash,
             segments=self.segments,
             selective=self.selective,
             offload=self.offload,
@@ -149,7 +154,7 @@ class Choice:
             num_microbatches=self.num_microbatches,
             policy=policy,
             transport_ahead=problem.holdings.prefetch,
-            split_backward=self.split,
+            split_backward=self.split_backward,
             tied=plan.tied_stages(problem.holdings.tied),
             num_replicas=self.num_replicas,
         )
@@ -202,12 +207,9 @@ def starts_of(problem: PlanProblem, layout: tuple[int, int, int]) -> Iterator[Ch
         for mode, segments, selective in ways:
             for balance in _balances(problem, stages, mode, coarse=is_coarse):
                 for split in _splits(problem, schedule, segments):
-                    recomputed = mode, segments, selective
+                    start = Choice(*layout, schedule, balance, mode, segments, selective, None, None, split)
                     offload = Offload(held.get("recompute.offload", "none"))
-                    start = Choice(
-                        *layout, schedule, balance, *recomputed, slots=None, limits=None, split=split, offload=offload
-                    )
-                    yield from _with_limits(problem, start)
+                    yield from _with_limits(problem, replace(start, offload=offload))
 
 
 def _with_limits(problem: PlanProblem, start: Choice) -> Iterator[Choice]:
@@ -217,19 +219,19 @@ def _with_limits(problem: PlanProblem, start: Choice) -> Iterator[Choice]:
         limits = list(dict.fromkeys(limits_of(problem, start, shape) for shape in _SHAPES))
     for own in limits:
         if start.mode is Mode.NEVER or "recompute.sets" in problem.held:
-            yield replace(start, limits=own)
+            yield replace(start, stash=own)
             continue
         few = start.schedule != AUTO and "pipeline.schedule" not in problem.held
         more = () if start.num_stages <= _MOST_ALONE else (8, 16)
         for sets in dict.fromkeys((1,) if few else (1, 2, 4, *more, most)):
-            yield _fitting(replace(start, limits=own, slots=tuple(sets * start.parts(stage) for stage in stages)))
+            yield _fitting(replace(start, stash=own, slots=tuple(sets * start.parts(stage) for stage in stages)))
         if any(start.parts(stage) > 1 for stage in stages):
-            yield replace(start, limits=own, slots=(1,) * start.num_stages)
+            yield replace(start, stash=own, slots=(1,) * start.num_stages)
         if start.schedule == AUTO and start.num_stages <= _FEW_STAGES:
             # A stage that keeps all its sets has no proof of R in memory: with some such stages a plan may be smaller than with all or none.
             for some in itertools.product((1, most), repeat=start.num_stages):
                 slots = tuple(one * start.parts(stage) for stage, one in enumerate(some))
-                yield _fitting(replace(start, limits=own, slots=slots))
+                yield _fitting(replace(start, stash=own, slots=slots))
 
 
 def limits_of(problem: PlanProblem, choice: Choice, shape: float) -> tuple[int, ...]:
@@ -256,21 +258,21 @@ def neighbours(problem: PlanProblem, choice: Choice) -> Iterator[Choice]:
             yield from _with_slots(choice, [slots + change for slots in choice.slots])
             for stage, slots in enumerate(choice.slots) if alone else ():
                 yield from _with_slots(choice, [*choice.slots[:stage], slots + change, *choice.slots[stage + 1 :]])
-    if choice.limits is not None:
+    if choice.stash is not None:
         for shape in _SHAPES:
-            yield _fitting(replace(choice, limits=limits_of(problem, choice, shape)))
-        for stage, limit in enumerate(choice.limits[:-1]) if alone else ():
+            yield _fitting(replace(choice, stash=limits_of(problem, choice, shape)))
+        for stage, limit in enumerate(choice.stash[:-1]) if alone else ():
             least, most = choice.num_stages - stage, problem.policy.stash_of(stage) or choice.num_microbatches
             for number in {limit + 1, limit - 1} & {*range(min(least, choice.num_microbatches), most + 1)}:
-                limits = (*choice.limits[:stage], number, *choice.limits[stage + 1 :])
-                yield _fitting(replace(choice, limits=limits))
+                limits = (*choice.stash[:stage], number, *choice.stash[stage + 1 :])
+                yield _fitting(replace(choice, stash=limits))
         if choice.mode in (Mode.EARLY, Mode.OVERLAP):
             yield from (replace(choice, prefers=one) for one in Prefers if one is not choice.prefers)
 
 
 def to_host(problem: PlanProblem, choice: Choice) -> Iterator[Choice]:
     """The choice with copies of sets to host memory, where their time is known: in its slots, and in a few of each stage."""
-    held, limits = problem.held, choice.limits
+    held, limits = problem.held, choice.stash
     if problem.profile.host is None or "recompute.offload" in held or choice.segments != 1 or limits is None:
         return
     copying = replace(choice, offload=Offload.AUTO)

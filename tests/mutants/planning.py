@@ -69,8 +69,8 @@ MUTANTS = (
     Mutant(
         "a planned run may have more microbatches in flight than were counted",
         "pipetrain/plan/planner.py",
-        '"recompute.stash": choice.limits,',
-        '"recompute.stash": None,',
+        'words["recompute.selective"] = words["recompute.selective"] or None',
+        'words["recompute.selective"] = words["recompute.stash"] = None',
         ("tests/plan/test_planner.py", "-k", "keys_bound"),
     ),
     Mutant(

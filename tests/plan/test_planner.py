@@ -178,8 +178,8 @@ def test_its_keys_bound_what_a_run_may_hold() -> None:
     problem = dataclasses.replace(random_problem(11), num_ranks=3, batch=6, num_microbatches=6, held={})
     for one in make_plans(problem).plans:
         if one.choice.schedule == AUTO:
-            assert one.choice.limits is not None
-            assert one.keys["recompute.stash"] == f"[{','.join(map(str, one.choice.limits))}]"
+            assert one.choice.stash is not None
+            assert one.keys["recompute.stash"] == f"[{','.join(map(str, one.choice.stash))}]"
             assert (one.choice.mode == "never") == (one.keys["recompute.sets"] == "null")
 
 

@@ -77,7 +77,7 @@ def test_no_plan_may_take_more_host_memory_than_there_is() -> None:
     limited = make_plans(dataclasses.replace(problem(), host_bytes=4_000))  # of four sets
     found = [one for one in limited.plans if one.choice.offload == "auto"]
     assert found
-    assert all(max(one.choice.limits or ()) <= 4 for one in found)
+    assert all(max(one.choice.stash or ()) <= 4 for one in found)
     assert with_copies(make_plans(dataclasses.replace(problem(), host_bytes=999))) == []
 
 
