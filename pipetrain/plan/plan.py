@@ -187,8 +187,6 @@ def place_stages(
     Raises:
         ValueError: ranks, stages and placement do not fit each other.
     """
-    if stages_per_rank < 1:
-        raise ValueError(f"pipeline.stages_per_rank={stages_per_rank}: at least 1 is needed")
     if not isinstance(placement, str):
         return _place_as_listed(tuple(placement), num_ranks, num_stages, stages_per_rank)
     ranks = max(1, (num_stages or 1) // stages_per_rank) if num_ranks is None else num_ranks

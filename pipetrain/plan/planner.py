@@ -12,14 +12,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pipetrain.plan.balance import balance_evenly
 from pipetrain.plan.footprint import Footprint, RankMemory
-from pipetrain.plan.profile import Profile
 from pipetrain.plan.space import (
     Choice,
     PlanProblem,
@@ -61,14 +60,17 @@ _DEEP = 5  # layers of the frontier
 _SEARCHED, _MOST_SEARCHED = 6, 512  # of the frontier, from the fastest to the smallest; stages x microbatches
 _RULES, _STEPS, _MOST_POLISHED = 60, 1.0, 128  # of one search; CP-SAT needs minutes for more stages x microbatches
 _SAME = 1 + 1e-9
-_Made = TypeVar("_Made")
 
 
 class PricedPlan:
     """A choice, the seconds of its step by the list rule, and the bytes of its fullest rank. What a run makes of it is made when it is asked for."""
 
     def __init__(self, pricing: _Pricing, choice: Choice) -> None:
-        self._pricing, self._problem, self.choice = pricing, pricing.problem, choice
+        """Raises:
+        ValueError: a stage has fewer layers than segments.
+        """
+        self._problem, self._profile_key, self.choice = pricing.problem, pricing.profile_key, choice
+        self.policy, self.costs, self.footprint = pricing.on_layers(choice)
         self.step_seconds, self.peak_bytes = math.inf, 0
 
     def price(self) -> None:
@@ -84,39 +86,6 @@ class PricedPlan:
             made = self._made()
             self.step_seconds = simulate(made, self.costs).step_seconds
         self.peak_bytes = max(rank.total for rank in self.memory(made))
-
-    @functools.cached_property
-    def policy(self) -> RecomputePolicy:
-        return self.choice.policy(self._problem, self._profile)
-
-    @property
-    def _profile(self) -> Profile:
-        choice, batch = self.choice, self._problem.batch
-        samples = -(-batch // (choice.num_replicas * choice.num_microbatches))
-        return self._pricing.once(samples, lambda: self._problem.profile.at(samples))
-
-    @property
-    def _layout(self) -> tuple[Any, ...]:
-        return self.choice.num_replicas, self.choice.num_microbatches, self.choice.balance
-
-    @functools.cached_property
-    def costs(self) -> Costs:
-        """As a run has them with `plan.profile`, and the sums of gradients over the replicas."""
-        choice, profile = self.choice, self._profile
-        selective = () if choice.mode is Mode.NEVER else self.policy.selective
-        return self._pricing.once(
-            ("costs", *self._layout, selective),
-            lambda: costs_of_layers(profile, choice.balance, selective, choice.num_replicas),
-        )
-
-    @functools.cached_property
-    def footprint(self) -> Footprint:
-        choice, policy = self.choice, self.policy
-        holdings = replace(self._problem.holdings, shards=choice.num_replicas if self._problem.zero else 1)
-        return self._pricing.once(
-            ("bytes", *self._layout, choice.mode, policy.parts, policy.selective),
-            lambda: Footprint(self._profile, choice.balance, policy, choice.num_microbatches, holdings),
-        )
 
     def memory(self, made: Schedule | None = None) -> tuple[RankMemory, ...]:
         """Of any order that the keys of the choice allow; of a named family as it was `made`."""
@@ -217,7 +186,7 @@ class PricedPlan:
     @functools.cached_property
     def keys(self) -> dict[str, str]:
         """The overrides for a run of the choice: keys that are not held, with new values."""
-        choice, problem, profile_key = self.choice, self._problem, self._pricing.profile_key
+        choice, problem, profile_key = self.choice, self._problem, self._profile_key
         words = choice.words
         if choice.mode is Mode.NEVER:
             words |= {"recompute.sets": None, "recompute.segments": 1, "recompute.selective": ()}
@@ -335,15 +304,24 @@ class _Pricing:
         self.problem, self.profile_key = problem, profile_key
         self.priced: dict[Choice, PricedPlan] = {}
         self._left = 0.0
-        self._known: dict[Any, Any] = {}
+        self._profile_of = functools.cache(problem.profile.at)
+        self._known: dict[Any, tuple[Costs, Footprint]] = {}
         self._refused: ValueError | None = None
 
-    def once(self, key: Any, make: Callable[[], _Made]) -> _Made:
-        """What is made once for all choices with this key."""
+    def on_layers(self, choice: Choice) -> tuple[RecomputePolicy, Costs, Footprint]:
+        """The policy of a choice; and what stages cost, as a run has it with `plan.profile`, and hold, whatever is kept of how many microbatches."""
+        problem, replicas, microbatches = self.problem, choice.num_replicas, choice.num_microbatches
+        profile = self._profile_of(-(-problem.batch // (replicas * microbatches)))
+        policy = choice.policy(problem, profile)
+        key = replicas, microbatches, choice.balance, choice.mode, choice.segments, choice.selective
         if key not in self._known:
-            self._known[key] = make()
-        found: _Made = self._known[key]
-        return found
+            selective = () if choice.mode is Mode.NEVER else policy.selective
+            holdings = replace(problem.holdings, shards=replicas if problem.zero else 1)
+            self._known[key] = (
+                costs_of_layers(profile, choice.balance, selective, replicas),
+                Footprint(profile, choice.balance, policy, microbatches, holdings),
+            )
+        return policy, *self._known[key]
 
     def run(self) -> None:
         layouts = promising_layouts(self.problem)
@@ -412,8 +390,8 @@ class _Pricing:
                         self._price(other)
 
     def _price(self, choice: Choice) -> None:
-        one = PricedPlan(self, choice)
         try:
+            one = PricedPlan(self, choice)
             if "pipeline.schedule" not in self.problem.held and choice.schedule != AUTO and self._is_beaten(one):
                 self._left -= choice.num_stages * choice.num_microbatches * _OF_LEAVING
                 return

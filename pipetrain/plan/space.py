@@ -254,10 +254,11 @@ def neighbours(problem: PlanProblem, choice: Choice) -> Iterator[Choice]:
     if choice.slots is not None and (choice.schedule == AUTO or "pipeline.schedule" in held):
         for more in () if alone else (2, 1.5):
             yield _fitting(replace(choice, slots=tuple(math.ceil(more * slots) for slots in choice.slots)))
-        for change in (1, -1):
-            yield from _with_slots(choice, [slots + change for slots in choice.slots])
-            for stage, slots in enumerate(choice.slots) if alone else ():
-                yield from _with_slots(choice, [*choice.slots[:stage], slots + change, *choice.slots[stage + 1 :]])
+        every = range(choice.num_stages)
+        for change, stages in itertools.product((1, -1), (every, *((stage,) for stage in every if alone))):
+            slots = tuple(own + change * (stage in stages) for stage, own in enumerate(choice.slots))
+            if min(slots) >= 1 and (found := _fitting(replace(choice, slots=slots))).slots == slots:
+                yield found
     if choice.stash is not None:
         for shape in _SHAPES:
             yield _fitting(replace(choice, stash=limits_of(problem, choice, shape)))
@@ -284,13 +285,6 @@ def to_host(problem: PlanProblem, choice: Choice) -> Iterator[Choice]:
     for slots in (choice.slots, *few):
         if slots is not None and any(own < limit for own, limit in zip(slots, limits)):
             yield _fitting(replace(copying, slots=slots))
-
-
-def _with_slots(choice: Choice, slots: Sequence[int]) -> Iterator[Choice]:
-    if min(slots) >= 1:
-        found = _fitting(replace(choice, slots=tuple(slots)))
-        if found.slots == tuple(slots):
-            yield found
 
 
 def _fitting(choice: Choice) -> Choice:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 from dataclasses import dataclass
 
 from pipetrain.plan.profile import LOSS, Profile
@@ -35,28 +35,10 @@ def advice_of(profile: Profile, num_microbatches: int) -> list[Advice]:
             size, seconds = sum(op.output_bytes for op in ops), sum(op.seconds for op in ops)
             if layer.kind == LOSS or not size or not seconds:
                 continue
-            for first, last in _runs(layer.numbers):
-                count = last - first + 1
-                where = f"layer {first}" if first == last else f"layers {first}-{last}"
-                numbers = str(first) if first == last else f"{first}-{last}"
-                found.append(
-                    Advice(
-                        f"{numbers}:{word}",
-                        f"{word} outputs of {where}",
-                        size * count,
-                        seconds * count * num_microbatches,
-                        num_microbatches,
-                    )
-                )
+            for _, pairs in itertools.groupby(enumerate(layer.numbers), key=lambda pair: pair[1] - pair[0]):
+                run = [number for _, number in pairs]  # that follow one another
+                numbers = f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0])
+                what = f"{word} outputs of layer{'s' * (len(run) > 1)} {numbers}"
+                total = seconds * len(run) * num_microbatches
+                found.append(Advice(f"{numbers}:{word}", what, size * len(run), total, num_microbatches))
     return sorted(found, key=lambda one: one.bytes_per_microbatch / one.seconds_per_step)
-
-
-def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Consecutive numbers, as first and last."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1] = (runs[-1][0], number)
-        else:
-            runs.append((number, number))
-    return runs
