@@ -215,15 +215,16 @@ def plan_of_config(config: RunConfig, overrides: Sequence[str]) -> Planned:
             f"plan.profile={config.plan.profile}: it has the times of stages, and a plan needs those of layers; type `pipetrain profile`"
         )
     problem = plan_problem_of(config, profile, model, held_in(config, overrides), num_ranks)
-    cache = user_cache("orders")
-    plans = make_plans(
-        problem,
-        search_seconds=config.pipeline.search_seconds,
-        cache=cache,
-        profile_key=(config.plan.profile or PROFILE) if config.plan.cluster is None else None,
-    )
-    planned = Planned(plans, config, problem, model)
-    _check_budget(planned)
+    key = (config.plan.profile or PROFILE) if config.plan.cluster is None else None
+    seconds = config.pipeline.search_seconds
+    plans = make_plans(problem, search_seconds=seconds, cache=user_cache("orders"), profile_key=key)
+    planned, least = Planned(plans, config, problem, model), plans.smallest
+    fixed = max(rank.weights + rank.gradients + rank.masters + rank.optimizer_state for rank in least.memory())
+    if planned.budget < fixed:
+        raise ValueError(
+            f"plan.memory_budget_bytes={config.plan.memory_budget_bytes}: weights, gradients and optimizer state alone take {fixed} "
+            f"bytes of a rank with {least.choice.num_stages} stages; give more, or use more stages (pipeline.num_stages)"
+        )
     return planned
 
 
@@ -231,7 +232,9 @@ def plan_problem_of(
     config: RunConfig, profile: Profile, model: ModelSize, held: dict[str, Any], num_ranks: int
 ) -> PlanProblem:
     """What is to be planned, without the keys that `held` leaves open."""
-    bytes_of, replicas = number_bytes_of(config), config.parallel.num_replicas
+    bytes_of, replicas, host_bytes = number_bytes_of(config), config.parallel.num_replicas, config.recompute.host_bytes
+    if host_bytes is None and config.plan.cluster is None:  # as a run on these machines has it
+        host_bytes = default_limit(config.cluster.ranks_per_node or -(-num_ranks // config.cluster.num_nodes))
     assert isinstance(replicas, int)
     free: dict[str, Any] = {"sets": None, "stash": None, "segments": 1, "selective": ()}
     policy = replace(
@@ -254,16 +257,9 @@ def plan_problem_of(
             prefetch=config.transport.prefetch,
         ),
         zero=config.parallel.zero_stage == 1,
-        host_bytes=_host_bytes(config, num_ranks),
+        host_bytes=host_bytes,
         current={key: typed(operator.attrgetter(key)(config)) for key in KEYS},
     )
-
-
-def _host_bytes(config: RunConfig, num_ranks: int) -> int | None:
-    """As a run on these machines has it; of machines that are not here only what was typed."""
-    if config.recompute.host_bytes is not None or config.plan.cluster is not None:
-        return config.recompute.host_bytes
-    return default_limit(config.cluster.ranks_per_node or -(-num_ranks // config.cluster.num_nodes))
 
 
 def held_in(config: RunConfig, overrides: Sequence[str]) -> dict[str, Any]:
@@ -276,16 +272,6 @@ def held_in(config: RunConfig, overrides: Sequence[str]) -> dict[str, Any]:
         if key in names and value is not None and (value != "auto" or key == "pipeline.schedule"):
             found[key] = value
     return found
-
-
-def _check_budget(planned: Planned) -> None:
-    least = planned.plans.smallest
-    fixed = max(rank.weights + rank.gradients + rank.masters + rank.optimizer_state for rank in least.memory())
-    if planned.budget < fixed:
-        raise ValueError(
-            f"plan.memory_budget_bytes={planned.config.plan.memory_budget_bytes}: weights, gradients and optimizer state alone take {fixed} "
-            f"bytes of a rank with {least.choice.num_stages} stages; give more, or use more stages (pipeline.num_stages)"
-        )
 
 
 def _table(planned: Planned) -> str:

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from pipetrain.config.together import check_run
 from pipetrain.engine.available import check_engine
 from pipetrain.launcher.outcome import Exit
 from pipetrain.monitor.draw.table import Table, size
-from pipetrain.plan.profile import HostLink, LayerProfile, Links, Profile
+from pipetrain.plan.profile import LayerProfile, Links, Profile
 from pipetrain.plan.world import world_of
 from pipetrain.plan.worth_keeping import Advice, advice_of
 from pipetrain.trainer.prepare import conditions_of
@@ -82,7 +82,7 @@ def measure_profile(config: RunConfig, rounds: int) -> Profile:
     torch.set_num_threads(config.threads_per_rank)
     device, wait = choose_device(None), config.timeout_seconds
     precision = precision_of(config.precision, device)
-    bring_model(config.model, timeout_seconds=config.timeout_seconds)
+    bring_model(config.model, timeout_seconds=wait)
     data = make_data(config.data, config.seed, own_tokenizer=config.model.path, timeout_seconds=wait)
     model = replace(config.model, dtype=config.model.dtype or WEIGHTS_IN[config.precision])
     spec = with_weights_in(make_spec(model, data.vocabulary_size, config.seed), precision.weights)
@@ -105,9 +105,8 @@ def measure_profile(config: RunConfig, rounds: int) -> Profile:
             say=say,
         )
 
-    links = _measured_links(config, say)
+    links, host = _measured_links(config), measure_copies(device)
     edges = () if links is None else links.edges
-    host = measure_copies(device)
     return Profile(
         conditions=conditions_of(config),
         layers=of(m),
@@ -134,8 +133,8 @@ def _replicas_to_measure(config: RunConfig) -> int:
     return replicas
 
 
-def _measured_links(config: RunConfig, say: Callable[[str], None]) -> Links | None:
-    """The links of as many ranks of this machine as a replica has; none where they cannot be measured, which `say` tells."""
+def _measured_links(config: RunConfig) -> Links | None:
+    """The links of as many ranks of this machine as a replica has; none where they cannot be measured, which it says."""
     ranks = world_of(config.pipeline, config.parallel, config.cluster).ranks_per_replica // config.cluster.num_nodes
     if ranks < 2:
         return None
@@ -182,19 +181,12 @@ def _table(profile: Profile, advice: Sequence[Advice]) -> str:
         )
     head = ("layers", "kind", "F", "R", "B", "set", "output", "weights", "largest saved")
     told = [str(one) for one in advice[:_MOST_ADVICE]]
-    return "\n".join([Table(head, rows).as_text(), "", *told, *_told_of_host(profile.host)])
-
-
-def _told_of_host(host: HostLink | None) -> list[str]:
-    if host is None:
-        return []
-    down, up, both = (
-        f"{one / 1e9:.3g}" for one in (host.down_bytes_per_second, host.up_bytes_per_second, host.both_bytes_per_second)
-    )
-    messages = f"; beside them a message takes {host.contention:.3g} times as long" if host.contention > 1 else ""
-    return [
-        f"copies to host memory {down} GB/s, back {up} GB/s, both at once {both} GB/s each{messages} (recompute.offload)"
-    ]
+    if (host := profile.host) is not None:
+        speeds = host.down_bytes_per_second, host.up_bytes_per_second, host.both_bytes_per_second
+        down, up, both = (f"{one / 1e9:.3g} GB/s" for one in speeds)
+        messages = f"; beside them a message takes {host.contention:.3g} times as long" if host.contention > 1 else ""
+        told.append(f"copies to host memory {down}, back {up}, both at once {both} each{messages} (recompute.offload)")
+    return "\n".join([Table(head, rows).as_text(), "", *told])
 
 
 COMMAND = Command(_add_arguments, _profile)

@@ -198,23 +198,21 @@ class Pricing:
         """Per rank, with what the peer holds in its own way."""
         profile, given, count = self.profile(option), self.given(option), option.num_microbatches
         holdings = replace(self.problem.holdings, proves=False)
-        held = Footprint(profile, option.balance, _NEVER, count, holdings).of_schedule(schedule)
-        found = []
-        for rank, (ours, own) in enumerate(zip(held, self._own(option))):
-            fixed = {name: getattr(own, name) for name in ("weights", "gradients", "masters", "optimizer_state")}
-            messages = count * sum(_messages(given, option, stage) for stage in option.plan.stages_of(rank))
-            fixed["message_buffers"] = messages if self.peer.receives_all else ours.message_buffers
-            found.append(replace(ours, **fixed, backward_transients=ours.backward_transients + own.backward_transients))
-        return tuple(found)
+        held = self._own(option, Footprint(profile, option.balance, _NEVER, count, holdings).of_schedule(schedule))
+        if not self.peer.receives_all:
+            return tuple(held)
+        received = [count * _messages(given, option, stage) for stage in range(len(option.balance))]
+        messages = [sum(received[stage] for stage in option.plan.stages_of(rank)) for rank in range(option.num_ranks)]
+        return tuple(replace(own, message_buffers=number) for own, number in zip(held, messages))
 
-    def _own(self, option: Option) -> list[RankMemory]:
-        """Per rank weights as layers compute with them, float32 gradients, each replica's share of masters and moments, and what one R of a
-        group brings back.
+    def _own(self, option: Option, held: Sequence[RankMemory] = ()) -> list[RankMemory]:
+        """What is `held` per rank, with weights as layers compute with them, float32 gradients, each replica's share of masters and moments, and
+        what one R of a group brings back.
         """
         given, holdings, shards = self.given(option), self.problem.holdings, option.num_replicas
         low, size = holdings.has_masters or holdings.casts, 2 if holdings.has_masters else 4
         found = []
-        for rank in range(option.num_ranks):
+        for rank, ours in enumerate(held or [RankMemory()] * option.num_ranks):
             stages = option.plan.stages_of(rank)
             sizes = [sum(given.layer(n).parameter_bytes for n in option.plan.layers_of(s)) // size for s in stages]
             numbers, gradients = sum(sizes), 4 * sum(sizes)
@@ -224,9 +222,15 @@ class Pricing:
                 gradients = 4 * whole + gradients // shards
             groups = [group for stage in stages for group in option.groups[stage]]
             moments = [sum(given.layer(n).inner_bytes + given.layer(n).input_bytes for n in group) for group in groups]
-            masters, moment = 4 * numbers // shards if low else 0, max(moments, default=0)
-            weights, state = (2 if low else 4) * numbers, 8 * numbers // shards
-            found.append(RankMemory(weights, gradients, masters, state, backward_transients=moment))
+            own = replace(
+                ours,
+                weights=(2 if low else 4) * numbers,
+                gradients=gradients,
+                masters=4 * numbers // shards if low else 0,
+                optimizer_state=8 * numbers // shards,
+                backward_transients=ours.backward_transients + max(moments, default=0),
+            )
+            found.append(own)
         return found
 
 
@@ -261,10 +265,8 @@ def _deepspeed_cuts(profile: Profile, stages: int) -> Iterator[tuple[str, Balanc
     yield "parameters", least_difference([one.parameter_bytes for one in layers], stages)
     inner = [float(one.kind not in (layers[0].kind, layers[-1].kind)) for one in layers]
     kind = layers[len(layers) // 2].kind
-    yield (
-        f"type:{kind}",
-        least_difference(inner, stages),
-    )  # a regular expression for names of classes, whatever their case
+    # A regular expression for names of classes, whatever their case.
+    yield f"type:{kind}", least_difference(inner, stages)
 
 
 def least_difference(weights: Sequence[float], stages: int) -> Balance:
@@ -362,9 +364,8 @@ def _deepspeed_lines(option: Option, samples: int, sequence_length: int, tensor:
     )
 
 
-_BY_CSV = (
-    "PipelineScheduleMulti"  # the name that torchtitan wants with a CSV, which torch's _PipelineScheduleRuntime runs
-)
+# The name that torchtitan wants with a CSV, which torch's _PipelineScheduleRuntime runs.
+_BY_CSV = "PipelineScheduleMulti"
 _NO_R = "an R of its own: what is recomputed is recomputed inside B, when the gradient is there"
 PEERS = {
     "torchtitan": Peer(
