@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pipetrain.cli.main import Arguments, Command, Parser, add_json, add_overrides, add_own, present, say
@@ -19,9 +20,8 @@ from pipetrain.config.together import check_run
 from pipetrain.engine.available import check_engine
 from pipetrain.launcher.outcome import Exit
 from pipetrain.monitor.draw.table import Table, size
-from pipetrain.plan.profile import LayerProfile, Links, Profile
+from pipetrain.plan.profile import LOSS, LayerProfile, Links, Profile
 from pipetrain.plan.world import world_of
-from pipetrain.plan.worth_keeping import Advice, advice_of
 from pipetrain.trainer.prepare import conditions_of
 
 _MOST_ADVICE = 5
@@ -163,6 +163,42 @@ def _run(words: Sequence[str]) -> None:
             raise
     if run.returncode:
         raise subprocess.CalledProcessError(run.returncode, words, told, failed)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Outputs worth keeping: `bytes_per_microbatch` more are held between F and B, and R of a step takes `seconds_per_step` less."""
+
+    selective: str
+    what: str
+    bytes_per_microbatch: int
+    seconds_per_step: float
+    num_microbatches: int
+
+    def __str__(self) -> str:
+        held = self.bytes_per_microbatch
+        return (
+            f"keep {self.what}: {held / 1e6:.1f} MB more per microbatch in flight ({held * self.num_microbatches / 1e6:.1f} MB for all "
+            f"{self.num_microbatches}), {self.seconds_per_step:.3g} s less R per step (recompute.selective=[{self.selective}])"
+        )
+
+
+def advice_of(profile: Profile, num_microbatches: int) -> list[Advice]:
+    """What to keep, most seconds per byte first: each kind of expensive operation in each kind of layer."""
+    found = []
+    for layer in profile.layers:
+        for word in sorted({op.word for op in layer.ops if op.word is not None}):
+            ops = [op for op in layer.ops if op.word == word]
+            held, seconds = sum(op.output_bytes for op in ops), sum(op.seconds for op in ops)
+            if layer.kind == LOSS or not held or not seconds:
+                continue
+            for _, pairs in itertools.groupby(enumerate(layer.numbers), key=lambda pair: pair[1] - pair[0]):
+                run = [number for _, number in pairs]  # that follow one another
+                numbers = f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0])
+                what = f"{word} outputs of layer{'s' * (len(run) > 1)} {numbers}"
+                total = seconds * len(run) * num_microbatches
+                found.append(Advice(f"{numbers}:{word}", what, held * len(run), total, num_microbatches))
+    return sorted(found, key=lambda one: one.bytes_per_microbatch / one.seconds_per_step)
 
 
 def _table(profile: Profile, advice: Sequence[Advice]) -> str:

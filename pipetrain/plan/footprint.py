@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from pipetrain.plan.profile import Profile
-from pipetrain.plan.stage_costs import stages_of
+from pipetrain.plan.stage_costs import StageProfile, stages_of
 from pipetrain.schedule.alive import OPENS_STASH, brings_set, ends_stash, peak_stash, places_freed
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.kinds import FINISHING, OFFLOAD, PASS_SEQUENCES, RECOMPUTE, RELOAD, SPLITTING, Direction, Lane
@@ -101,11 +101,9 @@ class Footprint:
 
     def fixed(self, stages: Sequence[int]) -> RankMemory:
         """What a rank with these stages holds in every step: weights and their state, messages, what B makes for a moment."""
-        given = self._holdings
-        sums = {name: sum(getattr(one, name) for s in stages for one in self._layers[s]) for name in _BYTES}
-        spared = sum(self._spared[stage] for stage in stages)
-        weights, trained, moments = (sums[name] for name in _BYTES)
-        wide = 2 if given.has_masters else 1
+        given, layers = self._holdings, [layer for stage in stages for layer in self._layers[stage]]
+        weights, trained, moments = (sum(getattr(layer, name) for layer in layers) for name in _BYTES)
+        spared, wide = sum(self._spared[stage] for stage in stages), 2 if given.has_masters else 1
         trained -= min(spared, trained)
         return RankMemory(
             weights=(weights - spared) * 3 // 2 if given.casts else weights - spared,
@@ -113,14 +111,11 @@ class Footprint:
             masters=-(-trained * 2 // given.shards) if given.has_masters else 0,
             optimizer_state=-(-max(0, moments - 2 * spared) * wide // given.shards),
             inputs=2 * self._batch if 0 in stages else 0,
-            backward_transients=max(self._moment(stage) for stage in stages),
-        )
-
-    def _moment(self, stage: int) -> int:
-        """What B of one layer makes for a moment: gradients of what is between its operations."""
-        return max(
-            one.output_bytes + one.input_bytes + 2 * max((tensor.bytes for tensor in one.largest), default=0)
-            for one in self._layers[stage]
+            # Of one layer: gradients of what is between its operations.
+            backward_transients=max(
+                one.output_bytes + one.input_bytes + 2 * max((tensor.bytes for tensor in one.largest), default=0)
+                for one in layers
+            ),
         )
 
     def messages(self, stage: int, in_flight: Sequence[int]) -> int:
@@ -202,10 +197,10 @@ class Footprint:
                 return sum(part.full_if_kept for part in parts), 0
             stash = sum(part.stash for part in parts)
             return (sum(part.full_if_proved for part in parts), 0) if is_proved else (stash, stash)
+        own = self._parts(op)
         if op.kind is RELOAD:
-            return self._copied(op), 0
+            return sum(part.can_leave for part in own), 0
         if op.kind is RECOMPUTE:
-            own = parts if op.part is None else (parts[op.part],)
             stash = sum(part.stash for part in own)
             # The set of F goes layer by layer, as that of R comes.
             return (own[-1].largest, 0) if is_proved else (sum(part.full for part in own) - stash, -stash)
@@ -214,11 +209,12 @@ class Footprint:
     def _freed(self, schedule: Schedule, op: Op, proved: Proved) -> int:
         """Bytes of activations that the end of `op` frees. What W needs stays after I."""
         parts, is_proved = self.parts[op.stage], (op.stage, op.microbatch) in proved
-        is_kept = (op.stage, op.microbatch) in schedule.kept | schedule.offloaded
+        is_offloaded = (op.stage, op.microbatch) in schedule.offloaded
+        is_kept = is_offloaded or (op.stage, op.microbatch) in schedule.kept
         if op.kind is RECOMPUTE:
             return parts[op.part or 0].largest if is_proved else 0
         if op.kind is OFFLOAD:
-            return self._copied(op)
+            return sum(part.can_leave for part in self._parts(op))
         sizes = [part.full_if_kept if is_kept else part.full_if_proved if is_proved else part.full for part in parts]
         whole = sum(sizes)
         waiting = min(self._deferred[op.stage], whole)
@@ -228,14 +224,13 @@ class Footprint:
             return waiting
         if not places_freed(schedule, op) and not ends_stash(op):
             return 0
-        if is_kept and (op.stage, op.microbatch) not in schedule.offloaded:
+        if is_kept and not is_offloaded:
             return 0 if op.part else whole
         return whole if op.part is None else sizes[op.part]
 
-    def _copied(self, op: Op) -> int:
-        """What an OFFLOAD frees, and RELOAD brings back."""
-        parts = self.parts[op.stage] if op.part is None else self.parts[op.stage][op.part : op.part + 1]
-        return sum(part.can_leave for part in parts)
+    def _parts(self, op: Op) -> Sequence[StageProfile]:
+        """Of its stage, or the one that it means."""
+        return self.parts[op.stage] if op.part is None else self.parts[op.stage][op.part : op.part + 1]
 
     def of_step(self, schedule: Schedule, timeline: Timeline) -> tuple[int, ...]:
         """The most activation bytes of each rank in a simulated step, the first (with its proof) or a later one; inputs that wait for F count,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pipetrain.cli.profile_command import advice_of
 from pipetrain.config.load import load_config
 from pipetrain.plan.balance import cut_by_work
 from pipetrain.plan.profile import (
@@ -19,7 +20,6 @@ from pipetrain.plan.profile import (
     read_profile,
 )
 from pipetrain.plan.stage_costs import bytes_of_layers, costs_of_layers, stages_of
-from pipetrain.plan.worth_keeping import advice_of
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.policy import Outputs, RecomputePolicy
 from pipetrain.trainer.prepare import conditions_of, predict, prepare, profile_of
