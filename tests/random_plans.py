@@ -76,7 +76,7 @@ def every_plan(problem: PlanProblem) -> Iterator[tuple[float, int]]:
             slots = itertools.product(*(range(1, limit + 1) for limit in limits))
             ways = [(Mode.NEVER, None), *((Mode.OVERLAP, own) for own in slots)]
             for mode, own in ways:
-                choice = replace(start, mode=mode, slots=own, limits=limits)
+                choice = replace(start, mode=mode, slots=own, stash=limits)
                 policy = choice.policy(problem, profile)
                 held = Footprint(profile, balance, policy, most, problem.holdings)
                 peak = max(rank.total for rank in held.of_limits(limits, own))

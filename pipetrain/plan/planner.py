@@ -371,11 +371,8 @@ class _Pricing:
         """Prices the neighbours of the frontier, and those of what it becomes, the fastest first, while there is work left. So that no plan is
         worse than one with a plain balance, each of these has a frontier, too."""
         expanded: set[Choice] = set()
-        plain = {
-            one
-            for stages in {choice.num_stages for choice in self.priced}
-            for one in plain_balances(self.problem, stages)
-        }
+        numbers = {choice.num_stages for choice in self.priced}
+        plain = {one for stages in numbers for one in plain_balances(self.problem, stages)}
         while self._left > 0:
             plans = self.priced.values()
             fronts = [plans, *([one for one in plans if one.choice.balance == balance] for balance in sorted(plain))]

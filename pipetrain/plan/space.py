@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipetrain.plan.balance import balance_by_work, balance_evenly, cut_by_work, moved, moves
+from pipetrain.plan.balance import balance_by_work, balance_evenly, cut_by_work, moved
 from pipetrain.plan.footprint import Holdings
 from pipetrain.plan.plan import Plan
 from pipetrain.plan.profile import Profile
@@ -248,8 +248,7 @@ def neighbours(problem: PlanProblem, choice: Choice) -> Iterator[Choice]:
     """Choices that differ in one respect. Many stages change together: one by one they would take all the work."""
     held, alone = problem.held, choice.num_stages <= _MOST_ALONE
     if "pipeline.balance" not in held and alone:
-        stages = choice.num_stages
-        for balance in moved(choice.balance, ((one,) for one in moves(stages, far=stages <= _FEW_STAGES))):
+        for balance in moved(choice.balance, 1, far=choice.num_stages <= _FEW_STAGES):
             yield _fitting(replace(choice, balance=balance))
     if choice.slots is not None and (choice.schedule == AUTO or "pipeline.schedule" in held):
         for more in () if alone else (2, 1.5):

@@ -29,10 +29,7 @@ def costs_of_layers(
     hops = tuple(profile.hop_seconds(edge, stage.layers[-1].output_bytes) for edge, stage in enumerate(stages[:-1]))
     sets = tuple(float(stage.whole) for stage in stages)
     keeps = selective or any(layer.is_kept for layer in profile.layers)
-    link, share = (
-        profile.link,
-        2 * (num_replicas - 1) / num_replicas,
-    )  # of its gradients, a rank of a ring sends so many
+    link, share = profile.link, 2 * (num_replicas - 1) / num_replicas  # a rank of a ring sends this of its gradients
     return Costs(
         forward=tuple(stage.seconds("forward_seconds") + stage.looking_seconds for stage in stages),
         backward=tuple(stage.seconds("backward_seconds") for stage in stages),
@@ -69,9 +66,8 @@ def bytes_of_layers(profile: Profile) -> tuple[float, ...]:
     """What each layer of the model adds to the set of a stage that begins before it; the last one with the loss."""
     layers = profile.each()
     ends = [*_borders(layers), layers[-1].saves_output]
-    return _with_loss(
-        profile, [layer.inner_bytes + layer.output_bytes * is_saved for layer, is_saved in zip(layers, ends)]
-    )
+    sizes = [layer.inner_bytes + layer.output_bytes * is_saved for layer, is_saved in zip(layers, ends)]
+    return _with_loss(profile, sizes)
 
 
 def seconds_of_layers(profile: Profile, *ops: str) -> tuple[float, ...]:

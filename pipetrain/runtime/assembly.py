@@ -54,9 +54,8 @@ class Assembly:
     ) -> Plan:
         """Return the given plan, or one made from `numbers`. With the balance `auto`, the plan gets the balance with the shortest simulated
         step, unless stages would then share more parameters, buffers or modules."""
-        grid, work = self.group.grid, self.spec.size.flops_per_layer
+        grid, work, num_layers = self.group.grid, self.spec.size.flops_per_layer, self.spec.num_layers
         numbers |= {"num_ranks": grid.stage, "num_replicas": grid.replica, "order": grid.order, "balance": balance}
-        num_layers = self.spec.num_layers
         made = make_plan(num_layers, work=work, **numbers) if plan is None else given_plan(plan, num_layers, **numbers)
         if plan is None and balance == "auto" and min(made.balance) < policy.least_layers:
             made = make_plan(num_layers, **numbers)
