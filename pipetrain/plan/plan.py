@@ -302,7 +302,7 @@ def _check_said_once(
     )
     for name, value, default, planned in said:
         if value not in (default, planned):
-            value, planned = (list(one) if isinstance(one, tuple) else one for one in (value, planned))
+            given, there = (list(one) if isinstance(one, tuple) else one for one in (value, planned))
             raise ValueError(
-                f"{name}={value}: the plan says {planned}; leave {name} out where there is a plan, or make another plan"
+                f"{name}={given}: the plan says {there}; leave {name} out where there is a plan, or make another plan"
             )

@@ -254,12 +254,10 @@ def read_profile(given: str) -> Profile:
         )
     todo = "name another run"
     try:
-        found = read_object(path, todo)
-        return _profile(found)
-    except DamagedFile as error:
-        raise ValueError(f"plan.profile={given}: {error}") from error
+        return _profile(read_object(path, todo))
     except (ValueError, KeyError) as error:
-        raise ValueError(f"plan.profile={given}: {DamagedFile(path, error, todo)}") from error
+        damaged = error if isinstance(error, DamagedFile) else DamagedFile(path, error, todo)
+        raise ValueError(f"plan.profile={given}: {damaged}") from error
 
 
 def _profile(found: dict[str, Any]) -> Profile:
