@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from pipetrain.plan.profile import LayerProfile, Profile
@@ -76,11 +76,12 @@ def seconds_of_layers(profile: Profile, *ops: str) -> tuple[float, ...]:
     return _with_loss(profile, [sum(getattr(layer, name) for name in names) for layer in profile.each()])
 
 
-def _with_loss(profile: Profile, own: list[float]) -> tuple[float, ...]:
+def _with_loss(profile: Profile, own: Iterable[float]) -> tuple[float, ...]:
     """An entry per layer of the model, from those of `Profile.each`."""
+    found = list(map(float, own))
     if profile.has_loss:
-        own[-2:] = [own[-2] + own[-1]]
-    return tuple(map(float, own))
+        found[-2:] = [found[-2] + found[-1]]
+    return tuple(found)
 
 
 def _borders(layers: Sequence[LayerProfile]) -> list[bool]:
