@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from pipetrain.plan.footprint import Footprint
-from pipetrain.plan.profile import LOSS, LayerProfile, Link, Profile, costs_of_layers
+from pipetrain.plan.profile import LOSS, LayerProfile, Link, Profile
 from pipetrain.plan.space import Choice, PlanProblem, limits_of
+from pipetrain.plan.stage_costs import costs_of_layers
 from pipetrain.schedule.families import AUTO
 from pipetrain.schedule.policy import Mode
 from pipetrain.schedule.search.list_order import ListRule, OrderProblem, Prefers, list_by
@@ -75,7 +76,7 @@ def every_plan(problem: PlanProblem) -> Iterator[tuple[float, int]]:
             slots = itertools.product(*(range(1, limit + 1) for limit in limits))
             ways = [(Mode.NEVER, None), *((Mode.OVERLAP, own) for own in slots)]
             for mode, own in ways:
-                choice = replace(start, mode=mode, slots=own, limits=limits)
+                choice = replace(start, mode=mode, slots=own, stash=limits)
                 policy = choice.policy(problem, profile)
                 held = Footprint(profile, balance, policy, most, problem.holdings)
                 peak = max(rank.total for rank in held.of_limits(limits, own))

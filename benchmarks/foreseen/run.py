@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 from pipetrain.config.records import ModelConfig
 from pipetrain.models.spec import ModelSpec, spec_of
 from pipetrain.models.transformer import Block, transformer_spec
-from pipetrain.plan.profile import Profile, costs_of_layers
+from pipetrain.plan.profile import Profile
+from pipetrain.plan.stage_costs import costs_of_layers
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.profiling import profile_layers
 from pipetrain.schedule.events import OpEvent

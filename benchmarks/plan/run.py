@@ -16,8 +16,9 @@ from pipetrain.config.records import ModelConfig
 from pipetrain.models.spec import spec_of
 from pipetrain.plan.plan import make_plan
 from pipetrain.plan.planner import make_plans
-from pipetrain.plan.profile import Profile, costs_of_layers
+from pipetrain.plan.profile import Profile
 from pipetrain.plan.space import Choice, PlanProblem
+from pipetrain.plan.stage_costs import costs_of_layers
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.profiling import profile_layers
 from pipetrain.schedule.policy import OFF, Mode, RecomputePolicy
@@ -132,7 +133,7 @@ def compare(model: Model, ranks: int, settings: int, options: Options, *, beside
 def _named(choice: Choice) -> str:
     """Schedule, layers per stage, and what is recomputed."""
     recomputed = "never" if choice.mode is Mode.NEVER else f"sets {choice.sets}, segments {choice.segments}"
-    halves = ", split" if choice.split else ""
+    halves = ", split" if choice.split_backward else ""
     return f"{choice.schedule}{halves}, {'-'.join(map(str, choice.balance))}, {recomputed}"
 
 

@@ -19,7 +19,8 @@ from pipetrain.monitor.folder import RunFolder
 from pipetrain.monitor.shown import Shown
 from pipetrain.plan.plan import Plan, read_plan
 from pipetrain.plan.planner import make_plans
-from pipetrain.plan.profile import as_measured, read_profile
+from pipetrain.plan.profile import read_profile
+from pipetrain.plan.stage_costs import as_measured
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.families import AUTO
 from pipetrain.trainer.prepare import predict, profile_of
@@ -30,6 +31,7 @@ _MOST_LINES = 3
 _MOST_PASSES = 2**12  # stages x microbatches: each change is simulated in less than a second
 _TIMES = ("forward", "backward", "recompute", "input_gradient", "weight_gradient")
 _HOPS = ("hop_forward", "hop_backward")
+_Change = tuple[str, str, RunConfig, Costs]  # why, the keys to type, and what these make of the run
 _BUILT_IN = ("llama", "gpt2")  # models whose FLOPs are known without a file or the code of anybody else
 
 
@@ -45,14 +47,6 @@ class NextStep:
         return printable(f"{self.why}: {self.keys}: {self.gain:.0%} less time per step, simulated.")
 
 
-@dataclass(frozen=True)
-class _Change:
-    why: str
-    keys: str
-    config: RunConfig
-    costs: Costs
-
-
 def advice_on(folder: RunFolder) -> list[NextStep]:
     """The changes that gain most, the best first; none where nothing helps, or where the folder does not tell what its ops took."""
     try:
@@ -63,14 +57,14 @@ def advice_on(folder: RunFolder) -> list[NextStep]:
     if config.engine.name != NATIVE or plan.num_stages * plan.num_microbatches > _MOST_PASSES or now.step_seconds <= 0:
         return []
     found: dict[str, NextStep] = {}  # by key: of several values of one key the best
-    for change in _changes(config, plan, costs, now):
+    for why, keys, other, other_costs in _changes(config, plan, costs, now):
         try:
-            gain = 1 - predict(_without_profile(change.config), change.costs).step_seconds / now.step_seconds
+            gain = 1 - predict(_without_profile(other), other_costs).step_seconds / now.step_seconds
         except ValueError:  # the keys do not fit each other
             continue
-        key = change.keys.split("=")[0]
+        key = keys.split("=")[0]
         if gain >= _LEAST_GAIN and (key not in found or gain > found[key].gain):
-            found[key] = NextStep(change.why, change.keys, gain)
+            found[key] = NextStep(why, keys, gain)
     best = sorted(found.values(), key=lambda advice: -advice.gain)[:_MOST_LINES]
     return [*_better_plan(folder, config, plan, costs, now.step_seconds), *best][:_MOST_LINES]
 
@@ -91,7 +85,7 @@ def _better_plan(folder: RunFolder, config: RunConfig, plan: Plan, costs: Costs,
     except ValueError:
         return
     if fitting and (gain := 1 - fitting[0].step_seconds / seconds) >= _LEAST_OF_PLAN:
-        yield NextStep("Another plan, by the op times of this run", " ".join(fitting[0].candidate.overrides), gain)
+        yield NextStep("Another plan, by the op times of this run", " ".join(fitting[0].overrides), gain)
 
 
 def _measured(folder: RunFolder) -> tuple[RunConfig, Plan, Costs]:
@@ -124,21 +118,21 @@ def _changes(config: RunConfig, plan: Plan, costs: Costs, now: Shown) -> Iterato
     recomputes = recompute.mode != "never"
     if recomputes and recompute.mode != "overlap":
         other = replace(config, recompute=replace(recompute, mode="overlap"))
-        yield _Change("Recomputation may run while its rank waits", "recompute.mode=overlap", other, costs)
+        yield "Recomputation may run while its rank waits", "recompute.mode=overlap", other, costs
     if recomputes and recompute.sets in (None, 1):
         room = f" of {size(max(costs.set_bytes))} at most" if costs.set_bytes else ""
         other = replace(config, recompute=replace(recompute, sets=2))
-        yield _Change(f"Each rank may hold a second activation set{room}", "recompute.sets=2", other, costs)
+        yield f"Each rank may hold a second activation set{room}", "recompute.sets=2", other, costs
     for family in ("1f1b", "gpipe"):
         if plan.num_stages == plan.num_ranks and pipeline.schedule != family:
             other = replace(config, pipeline=replace(pipeline, schedule=family, warmup=None))
-            yield _Change("Another order of the same ops", f"pipeline.schedule={family}", other, costs)
+            yield "Another order of the same ops", f"pipeline.schedule={family}", other, costs
     more = 2 * plan.num_microbatches
     if config.data.global_batch_size >= more * plan.num_replicas:
         half = replace(costs, **{name: tuple(one / 2 for one in getattr(costs, name)) for name in (*_TIMES, *_HOPS)})
         other = replace(config, pipeline=replace(pipeline, num_microbatches=more))
         why = "Smaller microbatches fill the pipeline sooner, if half of one takes half as long"
-        yield _Change(why, f"pipeline.num_microbatches={more}", other, half)
+        yield why, f"pipeline.num_microbatches={more}", other, half
     if plan.num_stages == plan.num_ranks:
         yield from _balances(config, plan, costs, [rank.busy_seconds for rank in now.breakdown])
 
@@ -159,8 +153,8 @@ def _balances(config: RunConfig, plan: Plan, costs: Costs, work: Sequence[float]
             if stage == slowest or balance[slowest] < 1:
                 continue
             other = replace(config, pipeline=replace(config.pipeline, balance=tuple(balance)))
-            moved_costs = replace(costs, **{name: _summed(of, balance) for name, of in seconds.items() if of})
-            yield _Change(why, f"pipeline.balance={json.dumps(balance, separators=(',', ':'))}", other, moved_costs)
+            moved_costs = replace(costs, **{name: _summed(of, balance) for name, of in seconds.items()})
+            yield why, f"pipeline.balance={json.dumps(balance, separators=(',', ':'))}", other, moved_costs
 
 
 def _seconds_of_layers(config: RunConfig, plan: Plan, costs: Costs) -> dict[str, list[float]]:
@@ -170,16 +164,15 @@ def _seconds_of_layers(config: RunConfig, plan: Plan, costs: Costs) -> dict[str,
         work = size_of(config.model, sequence_length=config.data.sequence_length).flops_per_layer
     if work is None or len(work) != plan.num_layers:
         work = (1.0,) * plan.num_layers
-    seconds = {}
-    for name in _TIMES:
-        of_stages = getattr(costs, name)
-        stages = range(plan.num_stages) if of_stages else ()
-        seconds[name] = [
-            of_stages[stage] * work[layer] / (sum(work[one] for one in plan.layers_of(stage)) or 1)
-            for stage in stages
-            for layer in plan.layers_of(stage)
-        ]
-    return seconds
+    stages = [plan.stage_of(layer) for layer in range(plan.num_layers)]
+    shares = [
+        work[layer] / (sum(work[one] for one in plan.layers_of(stage)) or 1) for layer, stage in enumerate(stages)
+    ]
+    return {
+        name: [of_stages[stage] * share for stage, share in zip(stages, shares)]
+        for name in _TIMES
+        if (of_stages := getattr(costs, name))
+    }
 
 
 def _summed(of_layers: Sequence[float], balance: Sequence[int]) -> tuple[float, ...]:

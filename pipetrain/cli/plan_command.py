@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -26,13 +27,13 @@ from pipetrain.launcher.outcome import Exit
 from pipetrain.models.size import ModelSize, size_of
 from pipetrain.monitor.breakdown import break_down, bubble_fraction
 from pipetrain.monitor.draw.table import Table, number, size
-from pipetrain.plan.candidates import Candidate, RankMemory
-from pipetrain.plan.footprint import Holdings
+from pipetrain.plan.footprint import Holdings, RankMemory
 from pipetrain.plan.host_memory import default_limit
 from pipetrain.plan.planner import Plans, PricedPlan, frontier, make_plans, typed
 from pipetrain.plan.profile import PROFILE, Profile
-from pipetrain.plan.space import KEYS, PlanProblem
+from pipetrain.plan.space import KEYS, Choice, PlanProblem
 from pipetrain.plan.world import world_of
+from pipetrain.schedule.policy import Mode, Offload
 from pipetrain.trainer.prepare import number_bytes_of, policy_of, profile_of
 
 _SHOWN = 5
@@ -85,30 +86,41 @@ class Planned:
     def fitting(self) -> list[PricedPlan]:
         return self.plans.within(self.budget)
 
-    @property
-    def shown(self) -> list[Candidate]:
+    @functools.cached_property
+    def shown(self) -> list[PricedPlan]:
         """Five with different steps, schedules or stages: of others with the same ones the first is shown."""
         wanted = self.fitting or sorted(self.plans.plans, key=lambda one: (one.peak_bytes, one.step_seconds))
         found: dict[Any, PricedPlan] = {}
         for one in wanted:
             found.setdefault((f"{one.step_seconds:.4g}", one.choice.schedule, one.choice.num_stages), one)
-        return [_described(one) for one in list(found.values())[:_SHOWN]]
+        return list(found.values())[:_SHOWN]
 
-    def tokens_per_second(self, candidate: Candidate) -> float:
-        return self.problem.batch * self.config.data.sequence_length / candidate.step_seconds
+    @functools.cached_property
+    def steps(self) -> list[dict[str, Any]]:
+        """Of the simulated step of each plan that is shown: its speed, its bubble, and R per rank."""
+        found = []
+        for one in self.shown:
+            ranks = break_down(one.schedule, one.timeline)
+            tokens = self.problem.batch * self.config.data.sequence_length / one.timeline.step_seconds
+            step: dict[str, Any] = {
+                "tokens_per_second": tokens,
+                "mfu": self._mfu(tokens),
+                "bubble_fraction": bubble_fraction(ranks),
+            }
+            step["recompute_hidden_seconds"] = [rank.recompute_hidden_seconds for rank in ranks]
+            step["recompute_exposed_seconds"] = [rank.recompute_exposed_seconds for rank in ranks]
+            found.append(step)
+        return found
 
-    def mfu(self, candidate: Candidate) -> float | None:
+    def _mfu(self, tokens_per_second: float) -> float | None:
         """None: what the model does, or a device can do (observe.peak_flops_per_second), is not known."""
         peak, flops = self.config.observe.peak_flops_per_second, self.size.flops_per_token
         if peak is None or flops is None:
             return None
-        return self.tokens_per_second(candidate) * flops / (peak * self.problem.num_ranks * self.config.plan.tensor)
+        return tokens_per_second * flops / (peak * self.problem.num_ranks * self.config.plan.tensor)
 
     def as_json(self) -> dict[str, Any]:
-        values = [
-            {**one.as_json(), "tokens_per_second": self.tokens_per_second(one), "mfu": self.mfu(one)}
-            for one in self.shown
-        ]
+        values = [{**one.as_json(), **step} for one, step in zip(self.shown, self.steps)]
         told = {} if self.fitting else {"missing_bytes": self.missing, "would_fit": self.would_fit()}
         budget = self.config.plan.memory_budget_bytes
         estimate = {"estimated": self.config.plan.cluster is not None}
@@ -121,10 +133,10 @@ class Planned:
     def as_text(self) -> str:
         shown = self.shown
         told = told_of_estimate(self.config)
-        verdict = "Plan 1 is the only one that fits." if len(shown) == 1 else _why(*shown[:2])
+        verdict = "Plan 1 is the only one that fits." if len(shown) == 1 else _why(self)
         verdict = verdict if self.fitting else self.refusal()
-        parts = [*([told] if told else []), _table(self, shown), _memory_table(shown[0]), verdict]
-        if any(one.num_microbatches != self.problem.num_microbatches for one in shown):
+        parts = [*([told] if told else []), _table(self), _memory_table(shown[0]), verdict]
+        if any(one.choice.num_microbatches != self.problem.num_microbatches for one in shown):
             parts.append(
                 "Other microbatches change dropout's masks and what BatchNorm sees; all else is computed as before."
             )
@@ -171,17 +183,6 @@ def _easier(problem: PlanProblem) -> Iterator[tuple[str, PlanProblem]]:
         yield f"data.global_batch_size={batch}", replace(problem, batch=batch)
 
 
-def _described(plan: PricedPlan) -> Candidate:
-    """With the bubble and the R of its simulated step."""
-    ranks = break_down(plan.schedule, plan.timeline)
-    return replace(
-        plan.candidate,
-        bubble_fraction=bubble_fraction(ranks),
-        recompute_hidden_seconds=tuple(rank.recompute_hidden_seconds for rank in ranks),
-        recompute_exposed_seconds=tuple(rank.recompute_exposed_seconds for rank in ranks),
-    )
-
-
 def plan_of_config(config: RunConfig, overrides: Sequence[str]) -> Planned:
     """Raises:
     ValueError: keys or a profile that do not fit; a budget below what weights and their state take.
@@ -214,15 +215,16 @@ def plan_of_config(config: RunConfig, overrides: Sequence[str]) -> Planned:
             f"plan.profile={config.plan.profile}: it has the times of stages, and a plan needs those of layers; type `pipetrain profile`"
         )
     problem = plan_problem_of(config, profile, model, held_in(config, overrides), num_ranks)
-    cache = user_cache("orders")
-    plans = make_plans(
-        problem,
-        search_seconds=config.pipeline.search_seconds,
-        cache=cache,
-        profile_key=(config.plan.profile or PROFILE) if config.plan.cluster is None else None,
-    )
-    planned = Planned(plans, config, problem, model)
-    _check_budget(planned)
+    key = (config.plan.profile or PROFILE) if config.plan.cluster is None else None
+    seconds = config.pipeline.search_seconds
+    plans = make_plans(problem, search_seconds=seconds, cache=user_cache("orders"), profile_key=key)
+    planned, least = Planned(plans, config, problem, model), plans.smallest
+    fixed = max(rank.weights + rank.gradients + rank.masters + rank.optimizer_state for rank in least.memory())
+    if planned.budget < fixed:
+        raise ValueError(
+            f"plan.memory_budget_bytes={config.plan.memory_budget_bytes}: weights, gradients and optimizer state alone take {fixed} "
+            f"bytes of a rank with {least.choice.num_stages} stages; give more, or use more stages (pipeline.num_stages)"
+        )
     return planned
 
 
@@ -230,7 +232,9 @@ def plan_problem_of(
     config: RunConfig, profile: Profile, model: ModelSize, held: dict[str, Any], num_ranks: int
 ) -> PlanProblem:
     """What is to be planned, without the keys that `held` leaves open."""
-    bytes_of, replicas = number_bytes_of(config), config.parallel.num_replicas
+    bytes_of, replicas, host_bytes = number_bytes_of(config), config.parallel.num_replicas, config.recompute.host_bytes
+    if host_bytes is None and config.plan.cluster is None:  # as a run on these machines has it
+        host_bytes = default_limit(config.cluster.ranks_per_node or -(-num_ranks // config.cluster.num_nodes))
     assert isinstance(replicas, int)
     free: dict[str, Any] = {"sets": None, "stash": None, "segments": 1, "selective": ()}
     policy = replace(
@@ -253,16 +257,9 @@ def plan_problem_of(
             prefetch=config.transport.prefetch,
         ),
         zero=config.parallel.zero_stage == 1,
-        host_bytes=_host_bytes(config, num_ranks),
+        host_bytes=host_bytes,
         current={key: typed(operator.attrgetter(key)(config)) for key in KEYS},
     )
-
-
-def _host_bytes(config: RunConfig, num_ranks: int) -> int | None:
-    """As a run on these machines has it; of machines that are not here only what was typed."""
-    if config.recompute.host_bytes is not None or config.plan.cluster is not None:
-        return config.recompute.host_bytes
-    return default_limit(config.cluster.ranks_per_node or -(-num_ranks // config.cluster.num_nodes))
 
 
 def held_in(config: RunConfig, overrides: Sequence[str]) -> dict[str, Any]:
@@ -277,86 +274,65 @@ def held_in(config: RunConfig, overrides: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _check_budget(planned: Planned) -> None:
-    least = planned.plans.smallest.candidate
-    fixed = max(rank.weights + rank.gradients + rank.masters + rank.optimizer_state for rank in least.memory)
-    if planned.budget < fixed:
-        raise ValueError(
-            f"plan.memory_budget_bytes={planned.config.plan.memory_budget_bytes}: weights, gradients and optimizer state alone take {fixed} "
-            f"bytes of a rank with {least.num_stages} stages; give more, or use more stages (pipeline.num_stages)"
-        )
-
-
-def _table(planned: Planned, shown: Sequence[Candidate]) -> str:
+def _table(planned: Planned) -> str:
     rows = []
-    for number_of, one in enumerate(shown, 1):
-        hidden, exposed = sum(one.recompute_hidden_seconds), sum(one.recompute_exposed_seconds)
+    for number_of, (one, step) in enumerate(zip(planned.shown, planned.steps), 1):
+        choice, totals = one.choice, [rank.total for rank in one.memory()]
+        hidden, exposed = (sum(step[f"recompute_{how}_seconds"]) for how in ("hidden", "exposed"))
         rows.append(
-            (
-                str(number_of),
-                f"{one.schedule}{', split' if one.split_backward else ''}",
-                "-".join(map(str, one.balance)),
-                str(one.num_microbatches),
-                _recomputed(one),
-                f"{one.step_seconds:.4g} s",
-                f"{planned.tokens_per_second(one):.4g}",
-                number(planned.mfu(one), "{:.1%}"),
-                number(one.bubble_fraction, "{:.1%}"),
-                f"{hidden:.3g} + {exposed:.3g} s",
-                " ".join(size(rank.total) for rank in one.memory) if one.num_ranks <= _FEW else size(one.peak_bytes),
-            )
+            {
+                "plan": str(number_of),
+                "schedule": f"{choice.schedule}{', split' if choice.split_backward else ''}",
+                "layers": "-".join(map(str, choice.balance)),
+                "m": str(choice.num_microbatches),
+                "recompute": _recomputed(choice),
+                "step": f"{one.timeline.step_seconds:.4g} s",
+                "tokens/s": f"{step['tokens_per_second']:.4g}",
+                "MFU": number(step["mfu"], "{:.1%}"),
+                "bubble": number(step["bubble_fraction"], "{:.1%}"),
+                "R hidden + exposed": f"{hidden:.3g} + {exposed:.3g} s",
+                "peak per rank": " ".join(map(size, totals if len(totals) <= _FEW else [max(totals)])),
+            }
         )
-    head = (
-        "plan",
-        "schedule",
-        "layers",
-        "m",
-        "recompute",
-        "step",
-        "tokens/s",
-        "MFU",
-        "bubble",
-        "R hidden + exposed",
-        "peak per rank",
-    )
-    return Table(head, rows, left=frozenset({0, 1, 2, 4})).as_text()
+    return Table(tuple(rows[0]), [tuple(row.values()) for row in rows], left=frozenset({0, 1, 2, 4})).as_text()
 
 
-def _recomputed(one: Candidate) -> str:
-    if one.mode == "never":
+def _recomputed(choice: Choice) -> str:
+    if choice.mode is Mode.NEVER:
         return "never"
-    sets = "-".join(f"{number:g}" for number in (one.sets if isinstance(one.sets, tuple) else (one.sets,)) if number)
-    more = [f"segments {one.segments}"] * (one.segments != 1) + list(one.selective)
-    more += [f"offload {one.offload}"] * (one.offload != "none")
-    return ", ".join([f"{one.mode}, sets {sets}", *more])
+    sets = "-".join(f"{one:g}" for one in (choice.sets if isinstance(choice.sets, tuple) else (choice.sets,)) if one)
+    more = [f"segments {choice.segments}"] * (choice.segments != 1) + list(map(str, choice.selective))
+    more += [f"offload {choice.offload}"] * (choice.offload is not Offload.NONE)
+    return ", ".join([f"{choice.mode}, sets {sets}", *more])
 
 
-def _memory_table(one: Candidate) -> str:
+def _memory_table(one: PricedPlan) -> str:
     """The bytes of plan 1, a line per use."""
-    uses = [(use.name, [getattr(rank, use.name) for rank in one.memory]) for use in fields(RankMemory)]
+    memory = one.memory()
+    uses = [(use.name, [getattr(rank, use.name) for rank in memory]) for use in fields(RankMemory)]
     rows = [(name.replace("_", " "), *map(size, held)) for name, held in uses if any(held)]
-    head = ("plan 1 holds", *(f"rank {rank}" for rank in range(len(one.memory))))
-    rows.append(("all", *(size(rank.total) for rank in one.memory)))
+    rows.append(("all", *(size(rank.total) for rank in memory)))
     if any(one.host_bytes):
         rows.append(("host memory", *map(size, one.host_bytes)))
-    return Table(head, rows).as_text()
+    return Table(("plan 1 holds", *(f"rank {rank}" for rank in range(len(memory)))), rows).as_text()
 
 
-def _why(first: Candidate, second: Candidate) -> str:
-    """Why the first wins, and what the second would need."""
-    gain = second.step_seconds / first.step_seconds - 1
-    exposed = [sum(one.recompute_exposed_seconds) for one in (first, second)]
-    bubble = [one.bubble_fraction or 0.0 for one in (first, second)]
+def _why(planned: Planned) -> str:
+    """Why plan 1 wins, and what plan 2 would need."""
+    first, second = planned.shown[:2]
+    seconds = [one.timeline.step_seconds for one in (first, second)]
+    exposed = [sum(step["recompute_exposed_seconds"]) for step in planned.steps]
+    bubble = [step["bubble_fraction"] or 0.0 for step in planned.steps]
     if exposed[1] > exposed[0]:
         reason = f"less recomputation is exposed ({exposed[0]:.3g} s of all ranks, not {exposed[1]:.3g} s)"
     elif bubble[1] > bubble[0]:
         reason = f"ranks wait less (bubble {bubble[0]:.1%}, not {bubble[1]:.1%})"
     else:
         reason = "its slowest rank has less to do"
-    lead = f"Plan 1 is {gain:.1%} faster than plan 2, because {reason}"
+    lead = f"Plan 1 is {seconds[1] / seconds[0] - 1:.1%} faster than plan 2, because {reason}"
     if second.peak_bytes < first.peak_bytes:
         return f"{lead}; plan 2 would win with a budget below {first.peak_bytes} bytes ({size(first.peak_bytes)})."
-    return f"{lead}; plan 2 would have to save {second.step_seconds - first.step_seconds:.3g} s per step to win."
+    return f"{lead}; plan 2 would have to save {seconds[1] - seconds[0]:.3g} s per step to win."
 
 
 def _draw(planned: Planned, path: Path) -> None:
@@ -365,12 +341,12 @@ def _draw(planned: Planned, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError(f"--out={path}: drawn with matplotlib; pip install 'pipetrain[train]' brings it") from error
-    best = frontier((one.step_seconds, one.peak_bytes, None) for one in planned.plans.plans)
-    unit, word = (1e9, "GB") if best[-1][1] > 1e10 else (1e6, "MB")
+    best = frontier(planned.plans.plans)
+    unit, word = (1e9, "GB") if best[-1].peak_bytes > 1e10 else (1e6, "MB")
     given = planned.config.plan
     figure = Figure(figsize=(7.0, 4.0), layout="constrained")
     axis = figure.subplots()
-    axis.step([peak / unit for _, peak, _ in best], [seconds for seconds, _, _ in best], where="post", marker="o")
+    axis.step([one.peak_bytes / unit for one in best], [one.step_seconds for one in best], where="post", marker="o")
     axis.set_xlabel(f"memory per device, {word}")
     axis.set_ylabel("step, s")
     if given.cluster is not None:

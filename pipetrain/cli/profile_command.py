@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pipetrain.cli.main import Arguments, Command, Parser, add_json, add_overrides, add_own, present, say
@@ -19,9 +20,8 @@ from pipetrain.config.together import check_run
 from pipetrain.engine.available import check_engine
 from pipetrain.launcher.outcome import Exit
 from pipetrain.monitor.draw.table import Table, size
-from pipetrain.plan.profile import HostLink, LayerProfile, Links, Profile
+from pipetrain.plan.profile import LOSS, LayerProfile, Links, Profile
 from pipetrain.plan.world import world_of
-from pipetrain.plan.worth_keeping import Advice, advice_of
 from pipetrain.trainer.prepare import conditions_of
 
 _MOST_ADVICE = 5
@@ -82,7 +82,7 @@ def measure_profile(config: RunConfig, rounds: int) -> Profile:
     torch.set_num_threads(config.threads_per_rank)
     device, wait = choose_device(None), config.timeout_seconds
     precision = precision_of(config.precision, device)
-    bring_model(config.model, timeout_seconds=config.timeout_seconds)
+    bring_model(config.model, timeout_seconds=wait)
     data = make_data(config.data, config.seed, own_tokenizer=config.model.path, timeout_seconds=wait)
     model = replace(config.model, dtype=config.model.dtype or WEIGHTS_IN[config.precision])
     spec = with_weights_in(make_spec(model, data.vocabulary_size, config.seed), precision.weights)
@@ -105,9 +105,8 @@ def measure_profile(config: RunConfig, rounds: int) -> Profile:
             say=say,
         )
 
-    links = _measured_links(config, say)
+    links, host = _measured_links(config), measure_copies(device)
     edges = () if links is None else links.edges
-    host = measure_copies(device)
     return Profile(
         conditions=conditions_of(config),
         layers=of(m),
@@ -134,8 +133,8 @@ def _replicas_to_measure(config: RunConfig) -> int:
     return replicas
 
 
-def _measured_links(config: RunConfig, say: Callable[[str], None]) -> Links | None:
-    """The links of as many ranks of this machine as a replica has; none where they cannot be measured, which `say` tells."""
+def _measured_links(config: RunConfig) -> Links | None:
+    """The links of as many ranks of this machine as a replica has; none where they cannot be measured, which it says."""
     ranks = world_of(config.pipeline, config.parallel, config.cluster).ranks_per_replica // config.cluster.num_nodes
     if ranks < 2:
         return None
@@ -166,6 +165,42 @@ def _run(words: Sequence[str]) -> None:
         raise subprocess.CalledProcessError(run.returncode, words, told, failed)
 
 
+@dataclass(frozen=True)
+class Advice:
+    """Outputs worth keeping: `bytes_per_microbatch` more are held between F and B, and R of a step takes `seconds_per_step` less."""
+
+    selective: str
+    what: str
+    bytes_per_microbatch: int
+    seconds_per_step: float
+    num_microbatches: int
+
+    def __str__(self) -> str:
+        held = self.bytes_per_microbatch
+        return (
+            f"keep {self.what}: {held / 1e6:.1f} MB more per microbatch in flight ({held * self.num_microbatches / 1e6:.1f} MB for all "
+            f"{self.num_microbatches}), {self.seconds_per_step:.3g} s less R per step (recompute.selective=[{self.selective}])"
+        )
+
+
+def advice_of(profile: Profile, num_microbatches: int) -> list[Advice]:
+    """What to keep, most seconds per byte first: each kind of expensive operation in each kind of layer."""
+    found = []
+    for layer in profile.layers:
+        for word in sorted({op.word for op in layer.ops if op.word is not None}):
+            ops = [op for op in layer.ops if op.word == word]
+            held, seconds = sum(op.output_bytes for op in ops), sum(op.seconds for op in ops)
+            if layer.kind == LOSS or not held or not seconds:
+                continue
+            for _, pairs in itertools.groupby(enumerate(layer.numbers), key=lambda pair: pair[1] - pair[0]):
+                run = [number for _, number in pairs]  # that follow one another
+                numbers = f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0])
+                what = f"{word} outputs of layer{'s' * (len(run) > 1)} {numbers}"
+                total = seconds * len(run) * num_microbatches
+                found.append(Advice(f"{numbers}:{word}", what, held * len(run), total, num_microbatches))
+    return sorted(found, key=lambda one: one.bytes_per_microbatch / one.seconds_per_step)
+
+
 def _table(profile: Profile, advice: Sequence[Advice]) -> str:
     rows = []
     for layer in profile.layers:
@@ -182,19 +217,12 @@ def _table(profile: Profile, advice: Sequence[Advice]) -> str:
         )
     head = ("layers", "kind", "F", "R", "B", "set", "output", "weights", "largest saved")
     told = [str(one) for one in advice[:_MOST_ADVICE]]
-    return "\n".join([Table(head, rows).as_text(), "", *told, *_told_of_host(profile.host)])
-
-
-def _told_of_host(host: HostLink | None) -> list[str]:
-    if host is None:
-        return []
-    down, up, both = (
-        f"{one / 1e9:.3g}" for one in (host.down_bytes_per_second, host.up_bytes_per_second, host.both_bytes_per_second)
-    )
-    messages = f"; beside them a message takes {host.contention:.3g} times as long" if host.contention > 1 else ""
-    return [
-        f"copies to host memory {down} GB/s, back {up} GB/s, both at once {both} GB/s each{messages} (recompute.offload)"
-    ]
+    if (host := profile.host) is not None:
+        speeds = host.down_bytes_per_second, host.up_bytes_per_second, host.both_bytes_per_second
+        down, up, both = (f"{one / 1e9:.3g} GB/s" for one in speeds)
+        messages = f"; beside them a message takes {host.contention:.3g} times as long" if host.contention > 1 else ""
+        told.append(f"copies to host memory {down}, back {up}, both at once {both} each{messages} (recompute.offload)")
+    return "\n".join([Table(head, rows).as_text(), "", *told])
 
 
 COMMAND = Command(_add_arguments, _profile)

@@ -107,11 +107,11 @@ def with_plan(config: RunConfig, overrides: Sequence[str]) -> list[str]:
     planned = plan_of_config(given, typed)
     if not planned.fitting:
         raise ValueError(planned.refusal())
-    first = planned.fitting[0].candidate
+    first = planned.fitting[0]
     replace_file(folder.planned, json.dumps(first.overrides) + "\n")
     budget = config.plan.memory_budget_bytes
     within = "" if budget is None else f", {size(first.peak_bytes)} of {size(budget)}"
-    say(f"plan=auto: step {first.step_seconds:.3g} s predicted{within}: {' '.join(first.overrides)}")
+    say(f"plan=auto: step {first.timeline.step_seconds:.3g} s predicted{within}: {' '.join(first.overrides)}")
     return [*typed, f"run_dir={folder.path}", *first.overrides]
 
 

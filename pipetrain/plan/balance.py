@@ -23,7 +23,6 @@ from pipetrain.schedule.schedule_spec import ScheduleSpec
 from pipetrain.schedule.simulate import simulate
 
 Balance = tuple[int, ...]  # layers per stage
-_Move = tuple[int, int]  # a layer leaves the first stage, the second gets one, and the stages between pass one on
 
 _HALVINGS = 50
 _ROUNDING = 1 + 1e-9
@@ -143,8 +142,7 @@ class _Steps:
     def __post_init__(self) -> None:
         self._known: dict[Balance, float] = {}
         self._remade = self.given is None and (self.spec.family == AUTO or self.spec.policy.in_parts)
-        made_for_any = self.given is not None or self._remade
-        self._schedule = self.given if made_for_any else make(self.spec)
+        self._schedule = None if self._remade else self.given or make(self.spec)
         policy = self.spec.policy if self.given is None else self.given.policy
         self._loose = replace(policy, keep=Keep.AUTO) if self.spec.family == AUTO else policy
 
@@ -182,11 +180,9 @@ class _Steps:
 def _improved(best: Balance, seconds: float, steps: _Steps) -> tuple[Balance, float] | None:
     """The best of one move, and where none is better of two; None: no better one is found."""
     far = len(best) <= _FAR_STAGES
-    stages = range(len(best))
-    moves = [(i, j) for i in stages for j in stages if i != j and (far or abs(i - j) == 1)]
     for count in (1, 2) if far else (1,):
         found, options = None, []
-        for balance in _moved(best, itertools.combinations_with_replacement(moves, count)):
+        for balance in moved(best, count, far=far):
             with suppress(ValueError):  # a stage would have fewer layers than parts
                 options.append((steps.least_seconds(balance), balance))
         for least, balance in sorted(options):
@@ -201,10 +197,12 @@ def _improved(best: Balance, seconds: float, steps: _Steps) -> tuple[Balance, fl
     return None
 
 
-def _moved(balance: Balance, moves: Iterator[tuple[_Move, ...]]) -> Iterator[Balance]:
-    """What the moves make of `balance`, each once, where every stage has a layer left."""
+def moved(balance: Balance, count: int, *, far: bool) -> Iterator[Balance]:
+    """What `count` moves make of `balance`, each once, where every stage has a layer left. In a move, a layer leaves a stage, another stage gets one,
+    the next if not `far`, and the stages between pass one on."""
+    pairs = [pair for pair in itertools.permutations(range(len(balance)), 2) if far or abs(pair[0] - pair[1]) == 1]
     seen = {balance}
-    for some in moves:
+    for some in itertools.combinations_with_replacement(pairs, count):
         counts = list(balance)
         for giver, taker in some:
             counts[giver] -= 1

@@ -23,35 +23,30 @@ _TERA, _GIGA, _MIB = 1e12, 1e9, 2**20
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The share of its peak that each kind of op reaches: fitted, published or assumed (see `GPU`).
-
-    `matmul_fp8` counts the scaling and the casts of float8 layers.
-    """
+    """The share of its peak that each kind of op reaches: fitted, published or assumed (see `GPU`)."""
 
     matmul: float
-    matmul_fp8: float
     attention: float
     memory: float
     link: float
 
 
-# matmul and matmul_fp8: fitted so that `estimate` gives 6,667 and 8,532 tokens/s per GPU, what torchtitan measured for Llama 3.1 8B on 8 H100
+# matmul: fitted so that `estimate` gives 6,667 tokens/s per GPU, what torchtitan measured for Llama 3.1 8B on 8 H100
 # (benchmarks/llama3_h100_202412_torchtitan.md, table 1: FSDP, torch.compile, selective recomputation). tests/plan/test_estimate.py repeats the fit.
 # attention: FlashAttention-2 reaches 35 % of an H100's peak (Shah et al., "FlashAttention-3", arXiv 2407.08608, abstract).
 # memory and link: assumed, 80 % of the peak. Other GPUs are taken to be like an H100.
-GPU = Efficiency(matmul=0.46, matmul_fp8=0.37, attention=0.35, memory=0.8, link=0.8)
+GPU = Efficiency(matmul=0.46, attention=0.35, memory=0.8, link=0.8)
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device. Speeds are peaks: FLOP/s without sparsity per dtype of the operands (`fp8` 0: it has none), bytes/s of its memory, and
+    """One device. Speeds are peaks: FLOP/s without sparsity per dtype of the operands (0: it has none), bytes/s of its memory, and
     bytes/s in one direction of each kind of link that it has within a machine, the usual one first.
     """
 
     name: str
     fp32: float
     bf16: float
-    fp8: float
     memory_bytes: int
     memory_bandwidth: float
     links: tuple[tuple[str, float], ...]
@@ -68,37 +63,37 @@ class Device:
 
 
 def _gpu(
-    name: str, teraflops: tuple[float, float, float], mebibytes: int, terabytes: float, **links: float
+    name: str, teraflops: tuple[float, float], mebibytes: int, terabytes: float, **links: float
 ) -> tuple[str, Device]:
-    fp32, bf16, fp8 = (one * _TERA for one in teraflops)
+    fp32, bf16 = (one * _TERA for one in teraflops)
     speeds = tuple((link, gigabytes * _GIGA) for link, gigabytes in links.items())
-    return name, Device(name, fp32, bf16, fp8, mebibytes * _MIB, terabytes * _TERA, speeds)
+    return name, Device(name, fp32, bf16, mebibytes * _MIB, terabytes * _TERA, speeds)
 
 
-# TFLOP/s of fp32 (no TF32), bf16 and fp8, dense; MiB as nvidia-smi or rocm-smi print them; TB/s of memory; GB/s in one direction.
+# TFLOP/s of fp32 (no TF32) and bf16, dense; MiB as nvidia-smi or rocm-smi print them; TB/s of memory; GB/s in one direction.
 DEVICES = dict(
     (
         # NVIDIA H100 Tensor Core GPU datasheet, SXM5: half of its figures "with sparsity"; NVLink 900 GB/s in both directions.
-        _gpu("h100-80gb", (66.9, 989.4, 1978.9), 81_559, 3.35, nvlink=450, pcie5=64),
+        _gpu("h100-80gb", (66.9, 989.4), 81_559, 3.35, nvlink=450, pcie5=64),
         # torchtitan's benchmarks (above): HBM2e with 2.4 TB/s, 500 W. Their peak is not published; that of the SXM5 is taken.
-        _gpu("h100-96gb", (66.9, 989.4, 1978.9), 97_871, 2.4, nvlink=450, pcie5=64),
+        _gpu("h100-96gb", (66.9, 989.4), 97_871, 2.4, nvlink=450, pcie5=64),
         # NVIDIA H200 Tensor Core GPU datasheet, SXM: the H100's compute with 141 GB of HBM3e.
-        _gpu("h200-141gb", (66.9, 989.4, 1978.9), 143_771, 4.8, nvlink=450, pcie5=64),
-        # NVIDIA HGX B200, per GPU at 1,000 W: dense 2.25 and 4.5 PFLOP/s; NVLink 5 1.8 TB/s in both directions.
-        _gpu("b200-180gb", (75.0, 2250.0, 4500.0), 183_359, 8.0, nvlink=900, pcie5=64),
+        _gpu("h200-141gb", (66.9, 989.4), 143_771, 4.8, nvlink=450, pcie5=64),
+        # NVIDIA HGX B200, per GPU at 1,000 W: dense 2.25 PFLOP/s; NVLink 5 1.8 TB/s in both directions.
+        _gpu("b200-180gb", (75.0, 2250.0), 183_359, 8.0, nvlink=900, pcie5=64),
         # NVIDIA A100 Tensor Core GPU datasheet, SXM4: NVLink 600 GB/s in both directions.
-        _gpu("a100-40gb", (19.5, 312.0, 0.0), 40_960, 1.555, nvlink=300, pcie4=32),
-        _gpu("a100-80gb", (19.5, 312.0, 0.0), 81_920, 2.039, nvlink=300, pcie4=32),
+        _gpu("a100-40gb", (19.5, 312.0), 40_960, 1.555, nvlink=300, pcie4=32),
+        _gpu("a100-80gb", (19.5, 312.0), 81_920, 2.039, nvlink=300, pcie4=32),
         # NVIDIA L40S datasheet: no NVLink; PCIe Gen4 x16 has 64 GB/s in both directions.
-        _gpu("l40s-48gb", (91.6, 362.05, 733.0), 46_068, 0.864, pcie4=32),
+        _gpu("l40s-48gb", (91.6, 362.05), 46_068, 0.864, pcie4=32),
         # AMD Instinct MI300X data sheet: 7 links of Infinity Fabric, 64 GB/s each in one direction.
-        _gpu("mi300x-192gb", (163.4, 1307.4, 2614.9), 196_592, 5.3, xgmi=448, pcie5=64),
+        _gpu("mi300x-192gb", (163.4, 1307.4), 196_592, 5.3, xgmi=448, pcie5=64),
     )
 )
 # One core of a Xeon with AVX-512, measured with torch 2.13.0 by the thread's CPU time, least of 6, 25 November 2026: a product of two 768 x 768
 # matrices 120 GFLOP/s, torch.add of 32 MiB 9.1 GB/s, causal attention of 8 heads x 512 tokens x 64 numbers 52 GFLOP/s. Kernels alone: layers
 # take longer. The link between two processes is assumed.
-CPU = Device("cpu", 120e9, 0.0, 0.0, 0, 9.1e9, (("shm", 1.6e9),), Efficiency(1.0, 0.0, 0.43, 1.0, 1.0))
+CPU = Device("cpu", 120e9, 0.0, 0, 9.1e9, (("shm", 1.6e9),), Efficiency(1.0, 0.43, 1.0, 1.0))
 
 
 @dataclass(frozen=True)

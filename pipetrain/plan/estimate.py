@@ -10,7 +10,8 @@ Transformer Models", 2022, section 4.2).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pipetrain.plan.cluster import Cluster
@@ -44,9 +45,19 @@ class DecoderSizes(Protocol):
 
 @dataclass(frozen=True)
 class _Work:
-    """The forward of one layer on one device: FLOPs, bytes of memory that ops read and write, bytes that go to other tensor ranks."""
+    """What one layer is on one device. Its forward: FLOPs, bytes of memory that ops read and write, bytes that go to other tensor ranks; R does
+    not come to the last `tail` FLOPs. Bytes of its input, its output, the rest of its set, and the largest tensor of that.
+    """
 
+    numbers: tuple[int, ...]
+    kind: str
+    input: float
+    output: float
+    inner: float = 0.0
+    largest: float = 0.0
+    parameters: float = 0.0
     matmul: float = 0.0
+    tail: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
     messages: float = 0.0
@@ -55,7 +66,7 @@ class _Work:
 @dataclass(frozen=True)
 class Estimator:
     """Estimates of a model on one device of a stage. Samples have `sequence_length` tokens, a stage has `tensor` ranks; `precision` is the
-    configuration's, but for `auto`. `float8`: decoder layers multiply in float8, which pipetrain does not do and some peers do.
+    configuration's, but for `auto`.
 
     Raises:
         ValueError: tensor ranks that no machine of the cluster has room for, or a precision that the device does not have.
@@ -66,7 +77,6 @@ class Estimator:
     sequence_length: int
     tensor: int = 1
     precision: str = "bf16-mixed"
-    float8: bool = False
 
     def __post_init__(self) -> None:
         per_node, device = self.cluster.devices_per_node, self.cluster.device
@@ -76,7 +86,7 @@ class Estimator:
                 f"plan.tensor={self.tensor}: the tensor ranks of a stage share one of the machines of {CLUSTER}={self.cluster.text}, with "
                 f"{per_node} devices; allowed are {fitting}"
             )
-        if (self.number_bytes == 2 and not device.bf16) or (self.float8 and not device.fp8):
+        if self.number_bytes == 2 and not device.bf16:
             raise ValueError(f"precision={self.precision}: {device.name} has no known speed for it; use precision=fp32")
 
     @property
@@ -97,125 +107,104 @@ class Estimator:
         link = Link(cluster.device.latency_seconds, cluster.bandwidth(within_node=cluster.num_nodes == 1))
         speed = cluster.device.host_bandwidth
         host = None if speed is None else HostLink(speed, speed, speed, cluster.device.copy_contention)
-        conditions = {CLUSTER: cluster.text, TENSOR: self.tensor}
-        layers = self._layers(_SAMPLES)
-        device = "cuda" if cluster.device.bf16 else "cpu"
         return Profile(
-            conditions=conditions,
-            layers=layers,
+            conditions={CLUSTER: cluster.text, TENSOR: self.tensor},
+            layers=tuple(map(self._layer, self._works(_SAMPLES))),
             samples=_SAMPLES,
-            smaller=self._layers(1),
+            smaller=tuple(map(self._layer, self._works(1))),
             link=link,
             host=host,
-            device=device,
+            device="cuda" if cluster.device.bf16 else "cpu",
         )
 
-    def _layers(self, samples: int) -> tuple[LayerProfile, ...]:
-        tokens, sizes = samples * self.sequence_length, self.sizes
+    def _works(self, samples: int) -> Iterator[_Work]:
+        """Of the embedding, of decoder layers that are alike, of the head and of the loss, which saves float32 logits."""
+        tokens, sizes, size = samples * self.sequence_length, self.sizes, self.number_bytes
+        last = sizes.num_decoder_layers + 1
+        entries = sizes.vocabulary_size * sizes.width / self.tensor
+        hidden, logits = tokens * sizes.width / self.tensor, tokens * sizes.vocabulary_size / self.tensor
+        output = hidden * size
+        yield _Work((0,), "embedding", tokens * _ID_BYTES, output, parameters=entries, memory=2 * output)
         alike: dict[Any, list[int]] = {}
         for number in range(sizes.num_decoder_layers):
             reach = sizes.looked_at(number, self.sequence_length)
-            alike.setdefault((sizes.kind(number), sizes.mixing(number), *sizes.feeding(number), reach), []).append(
-                number + 1
-            )
-        decoder = (self._decoder_layer(tokens, tuple(numbers), *key) for key, numbers in alike.items())
-        return (self._embedding(tokens), *decoder, *self._head_and_loss(tokens))
+            key = sizes.kind(number), sizes.mixing(number), *sizes.feeding(number), reach
+            alike.setdefault(key, []).append(number + 1)
+        for key, numbers in alike.items():
+            yield self._decoder_layer(tokens, tuple(numbers), *key)
+        yield _Work(
+            (last,),
+            "head",
+            input=hidden * size,
+            output=logits * size,
+            inner=hidden * size,
+            parameters=entries + sizes.width,
+            matmul=2 * tokens * entries,
+            memory=(4 * hidden + logits) * size,
+        )
+        yield _Work((last + 1,), LOSS, logits * size, 4, inner=logits * 4, memory=logits * (size + 8))
 
     def _decoder_layer(
         self, tokens: int, numbers: tuple[int, ...], kind: str, mixing: int, all_feeding: int, feeding: int, reach: int
-    ) -> LayerProfile:
+    ) -> _Work:
         """`mixing` and `feeding` are parameters. Per token, queries, keys, values and attention's output have mixing / width elements."""
         sizes, share, size = self.sizes, tokens / self.tensor, self.number_bytes
         width, inner, ends = sizes.width, feeding / sizes.width, 4 if sizes.is_gated else 2
         matrices = 3 if sizes.is_gated else 2
         positions = reach - reach * reach / (2 * self.sequence_length)  # on average: a token reads none behind it
         gathered = tokens * width * size
-        work = _Work(
+        return _Work(
+            numbers,
+            kind,
+            input=share * width * size,
+            output=share * width * size,
+            inner=share * size * (3 * width + mixing / width + inner / matrices * ends),
+            largest=max(share * size * inner / matrices, gathered if self.tensor > 1 else 0),
+            parameters=(mixing + all_feeding + 2 * width) / self.tensor,
             matmul=2 * share * (mixing + feeding),
+            tail=2 * share * feeding / matrices,  # the last product, whose result nothing saves
             attention=4 * share * sizes.heads * sizes.head_size * positions,
-            memory=share
-            * size
-            * (8 * width + mixing / width + inner),  # norms with their sums, rotary positions, activation
+            # Norms with their sums, rotary positions, activation.
+            memory=share * size * (8 * width + mixing / width + inner),
             messages=4 * (self.tensor - 1) / self.tensor * gathered,
         )
-        layer = self._layer(
-            kind,
-            work,
-            inner=share * size * (3 * width + mixing / width + inner / matrices * ends),
-            boundary=(share * width * size, share * width * size),
-            parameters=(mixing + all_feeding + 2 * width) / self.tensor,
-            float8=self.float8,
-        )
-        # R ends before the last product, whose result nothing saves.
-        spared = self._seconds(_Work(matmul=2 * share * feeding / matrices), float8=self.float8)
-        largest = max(share * size * inner / matrices, gathered if self.tensor > 1 else 0)
-        saved = SavedTensor("mm", (), "", round(largest), 0.0)
-        return replace(
-            layer, numbers=numbers, recompute_last_seconds=layer.recompute_seconds - spared, largest=(saved,)
-        )
 
-    def _embedding(self, tokens: int) -> LayerProfile:
-        output = tokens * self.sizes.width * self.number_bytes / self.tensor
-        parameters = self.sizes.vocabulary_size * self.sizes.width / self.tensor
-        boundary = (tokens * _ID_BYTES, output)
-        return self._layer("embedding", _Work(memory=2 * output), inner=0, boundary=boundary, parameters=parameters)
-
-    def _head_and_loss(self, tokens: int) -> tuple[LayerProfile, LayerProfile]:
-        """The loss saves float32 logits."""
-        size, last = self.number_bytes, self.sizes.num_decoder_layers + 1
-        entries = self.sizes.vocabulary_size * self.sizes.width / self.tensor
-        hidden, logits = tokens * self.sizes.width / self.tensor, tokens * self.sizes.vocabulary_size / self.tensor
-        head = self._layer(
-            "head",
-            _Work(matmul=2 * tokens * entries, memory=(4 * hidden + logits) * size),
-            inner=hidden * size,
-            boundary=(hidden * size, logits * size),
-            parameters=entries + self.sizes.width,
-        )
-        work = _Work(memory=logits * (size + 8))
-        loss = self._layer(LOSS, work, inner=logits * 4, boundary=(logits * size, 4), parameters=0)
-        return replace(head, numbers=(last,)), replace(loss, numbers=(last + 1,), saves_input=False)
-
-    def _layer(
-        self,
-        kind: str,
-        work: _Work,
-        *,
-        inner: float,
-        boundary: tuple[float, float],
-        parameters: float,
-        float8: bool = False,
-    ) -> LayerProfile:
-        """`inner` are bytes of its set without its input and output, `boundary` theirs."""
-        forward = self._seconds(work, float8=float8)
-        input_bytes, output_bytes = map(round, boundary)
-        trained = round(parameters * self.weight_bytes)
+    def _layer(self, work: _Work) -> LayerProfile:
+        forward, inner, trained = self._seconds(work), round(work.inner), round(work.parameters * self.weight_bytes)
         return LayerProfile(
-            numbers=(0,),
-            kind=kind,
+            numbers=work.numbers,
+            kind=work.kind,
             forward_seconds=forward,
-            backward_seconds=self._seconds(work, _BACKWARD, float8=float8),
+            backward_seconds=self._seconds(work, _BACKWARD),
             recompute_seconds=forward,
-            recompute_last_seconds=forward,
+            recompute_last_seconds=forward - work.tail / self._matmul_speed,
             selective_seconds=0.0,
-            saved_bytes=round(inner) + input_bytes,
-            inner_bytes=round(inner),
-            saves_input=True,
+            saved_bytes=inner + round(work.input),
+            inner_bytes=inner,
+            saves_input=work.kind != LOSS,
             saves_output=False,
-            input_bytes=input_bytes,
-            output_bytes=output_bytes,
+            input_bytes=round(work.input),
+            output_bytes=round(work.output),
             parameter_bytes=trained,
             gradient_bytes=trained,
             optimizer_bytes=_ADAM_MOMENTS * trained,
+            largest=(SavedTensor("mm", (), "", round(work.largest), 0.0),) if work.largest else (),
         )
 
-    def _seconds(self, work: _Work, times: tuple[float, float, float] = (1.0, 1.0, 1.0), *, float8: bool) -> float:
+    @property
+    def _peak(self) -> float:
+        return self.cluster.device.bf16 if self.number_bytes == 2 else self.cluster.device.fp32
+
+    @property
+    def _matmul_speed(self) -> float:
+        return self._peak * self.cluster.device.efficiency.matmul
+
+    def _seconds(self, work: _Work, times: tuple[float, float, float] = (1.0, 1.0, 1.0)) -> float:
         """Seconds of `work`; `times` scale its FLOPs and bytes."""
         device, (matmul, attention, memory) = self.cluster.device, times
-        share, peak = device.efficiency, device.bf16 if self.number_bytes == 2 else device.fp32
         return (
-            matmul * work.matmul / (device.fp8 * share.matmul_fp8 if float8 else peak * share.matmul)
-            + attention * work.attention / (peak * share.attention)
-            + memory * work.memory / (device.memory_bandwidth * share.memory)
+            matmul * work.matmul / self._matmul_speed
+            + attention * work.attention / (self._peak * device.efficiency.attention)
+            + memory * work.memory / (device.memory_bandwidth * device.efficiency.memory)
             + work.messages / self.cluster.bandwidth(within_node=True)
         )

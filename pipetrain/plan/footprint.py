@@ -9,11 +9,11 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from pipetrain.plan.candidates import RankMemory
-from pipetrain.plan.profile import Profile, bytes_of_sets, costs_of_layers
+from pipetrain.plan.profile import Profile
+from pipetrain.plan.stage_costs import StageProfile, stages_of
 from pipetrain.schedule.alive import OPENS_STASH, brings_set, ends_stash, peak_stash, places_freed
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.kinds import FINISHING, OFFLOAD, PASS_SEQUENCES, RECOMPUTE, RELOAD, SPLITTING, Direction, Lane
@@ -48,63 +48,32 @@ class Holdings:
 
 
 @dataclass(frozen=True)
-class PartBytes:
-    """Bytes of a microbatch in one part: its input, its set with it, what of it R finds, the set without what R
-    alone reads (`own`), its largest layer, and what stays of the set when it is offloaded."""
+class RankMemory:
+    """Bytes of one rank at its peak, whatever the timing; a line per use. On a CPU the last three are 0.
 
-    input: int
-    whole: int
-    kept: int
-    own: int
-    largest: int
-    staying: int
-    is_first: bool  # its input is a part of the batch, which stays for the whole step
-    saves_input: bool
+    `masters` are float32 copies of weights of fewer bits. `inputs` are the stage inputs of microbatches between F and B, `sets` their
+    activations, `weight_queue` those that W still needs after I. `message_buffers` are tensors received before their use or not sent yet,
+    `backward_transients` what B makes for a moment (a peer's R too). `allocator_slack` is what CUDA's allocator holds
+    without use, `allocator_slack_expandable` the same with `expandable_segments`; `cuda_runtime` are the context and the libraries.
+    """
 
-    @property
-    def stash(self) -> int:
-        """Held from F to R."""
-        return (0 if self.is_first else self.input) + self.kept
-
-    @property
-    def full(self) -> int:
-        """Held from R to B."""
-        return self.whole - (self.input if self.is_first else 0)
-
-    @property
-    def full_if_kept(self) -> int:
-        return self.own - (self.input if self.is_first or not self.saves_input else 0)
+    weights: int = 0
+    gradients: int = 0
+    masters: int = 0
+    optimizer_state: int = 0
+    inputs: int = 0
+    sets: int = 0
+    weight_queue: int = 0
+    message_buffers: int = 0
+    backward_transients: int = 0
+    allocator_slack: int = 0
+    allocator_slack_expandable: int = 0
+    cuda_runtime: int = 0
 
     @property
-    def full_if_proved(self) -> int:
-        """F of a microbatch of which R is proved runs on a copy of the input, in case that a layer changes it."""
-        return self.full + (self.input if self.saves_input else 0)
-
-
-def parts_of_stages(
-    profile: Profile, balance: Sequence[int], policy: RecomputePolicy
-) -> tuple[tuple[PartBytes, ...], ...]:
-    """Per stage of `balance` layers, its parts; one if it is not cut."""
-    sizes = policy.parts if policy.in_parts else tuple((layers,) for layers in balance)
-    selective = () if policy.mode is Mode.NEVER else policy.selective
-    layers = [layers for parts in sizes for layers in parts]
-    costs, starts = costs_of_layers(profile, layers, selective), [0, *itertools.accumulate(layers[:-1])]
-    own = bytes_of_sets(profile, layers)
-    rows = [profile.layer(number) for number in range(sum(layers) + profile.has_loss)]
-    flat = (
-        PartBytes(
-            input=int(costs.input_bytes[number]),
-            whole=int(costs.set_bytes[number]),
-            kept=int(costs.kept_bytes[number]) if costs.kept_bytes else 0,
-            own=own[number],
-            largest=max(one.inner_bytes + one.output_bytes for one in rows[start:end]),
-            staying=sum(one.staying_bytes for one in rows[start:end]),
-            is_first=start == 0,
-            saves_input=rows[start].saves_input,
-        )
-        for number, (start, end) in enumerate(itertools.pairwise((*starts, len(rows))))
-    )
-    return tuple(tuple(itertools.islice(flat, len(parts))) for parts in sizes)
+    def total(self) -> int:
+        """Bytes that the device must have, without `expandable_segments`."""
+        return int(sum(getattr(self, one.name) for one in fields(self))) - self.allocator_slack_expandable
 
 
 class Footprint:
@@ -113,21 +82,17 @@ class Footprint:
     def __init__(
         self, profile: Profile, balance: Sequence[int], policy: RecomputePolicy, microbatches: int, holdings: Holdings
     ) -> None:
-        self.parts = parts_of_stages(profile, balance, policy)
-        self._holdings, self._policy = holdings, policy
+        sizes = policy.parts if policy.in_parts else tuple((layers,) for layers in balance)
+        selective = () if policy.mode is Mode.NEVER else policy.selective
+        flat = iter(stages_of(profile, [layers for parts in sizes for layers in parts], selective))
+        self.parts = [list(itertools.islice(flat, len(parts))) for parts in sizes]
+        self._holdings, self._microbatches = holdings, microbatches
         self._batch = self.parts[0][0].input * microbatches
-        self._microbatches = microbatches
-        ends = list(itertools.accumulate(balance))
-        last = profile.num_layers + profile.has_loss
-        ranges = [range(end - size, last if end == ends[-1] else end) for end, size in zip(ends, balance)]
-        self._layers = [[profile.layer(number) for number in numbers] for numbers in ranges]
+        self._layers = [[layer for part in parts for layer in part.layers] for parts in self.parts]
+        numbers = [{number for part in parts for number in part.numbers} for parts in self.parts]
         self._spared = [
-            sum(
-                min(profile.layer(one).parameter_bytes for one in pair)
-                for pair in holdings.tied
-                if {*pair} <= {*numbers}
-            )
-            for numbers in ranges
+            sum(min(profile.layer(one).parameter_bytes for one in pair) for pair in holdings.tied if {*pair} <= own)
+            for own in numbers
         ]
         self._outputs = [layers[-1].output_bytes for layers in self._layers]
         whole = [sum(part.full for part in parts) for parts in self.parts]
@@ -136,11 +101,9 @@ class Footprint:
 
     def fixed(self, stages: Sequence[int]) -> RankMemory:
         """What a rank with these stages holds in every step: weights and their state, messages, what B makes for a moment."""
-        given = self._holdings
-        sums = {name: sum(getattr(one, name) for s in stages for one in self._layers[s]) for name in _BYTES}
-        spared = sum(self._spared[stage] for stage in stages)
-        weights, trained, moments = (sums[name] for name in _BYTES)
-        wide = 2 if given.has_masters else 1
+        given, layers = self._holdings, [layer for stage in stages for layer in self._layers[stage]]
+        weights, trained, moments = (sum(getattr(layer, name) for layer in layers) for name in _BYTES)
+        spared, wide = sum(self._spared[stage] for stage in stages), 2 if given.has_masters else 1
         trained -= min(spared, trained)
         return RankMemory(
             weights=(weights - spared) * 3 // 2 if given.casts else weights - spared,
@@ -148,14 +111,11 @@ class Footprint:
             masters=-(-trained * 2 // given.shards) if given.has_masters else 0,
             optimizer_state=-(-max(0, moments - 2 * spared) * wide // given.shards),
             inputs=2 * self._batch if 0 in stages else 0,
-            backward_transients=max(self._moment(stage) for stage in stages),
-        )
-
-    def _moment(self, stage: int) -> int:
-        """What B of one layer makes for a moment: gradients of what is between its operations."""
-        return max(
-            one.output_bytes + one.input_bytes + 2 * max((tensor.bytes for tensor in one.largest), default=0)
-            for one in self._layers[stage]
+            # Of one layer: gradients of what is between its operations.
+            backward_transients=max(
+                one.output_bytes + one.input_bytes + 2 * max((tensor.bytes for tensor in one.largest), default=0)
+                for one in layers
+            ),
         )
 
     def messages(self, stage: int, in_flight: Sequence[int]) -> int:
@@ -213,14 +173,13 @@ class Footprint:
         return self._on_device(fixed, own, max(0, most - own - queue), min(queue, most - own), messages)
 
     def _on_device(self, fixed: RankMemory, inputs: int, sets: int, queue: int, messages: int) -> RankMemory:
-        values = {one.name: getattr(fixed, one.name) for one in fields(fixed)}
-        values |= {"inputs": fixed.inputs + inputs, "sets": sets, "weight_queue": queue, "message_buffers": messages}
-        if self._holdings.on_cuda:
-            moving = values["inputs"] + sets + queue + messages + fixed.backward_transients
-            values["allocator_slack"] = int(moving * _SLACK)
-            values["allocator_slack_expandable"] = int(moving * _SLACK_EXPANDABLE)
-            values["cuda_runtime"] = _CUDA_RUNTIME
-        return RankMemory(**values)
+        inputs += fixed.inputs
+        found = replace(fixed, inputs=inputs, sets=sets, weight_queue=queue, message_buffers=messages)
+        if not self._holdings.on_cuda:
+            return found
+        moving = inputs + sets + queue + messages + fixed.backward_transients
+        slack, expandable = int(moving * _SLACK), int(moving * _SLACK_EXPANDABLE)
+        return replace(found, allocator_slack=slack, allocator_slack_expandable=expandable, cuda_runtime=_CUDA_RUNTIME)
 
     def _proved(self, schedule: Schedule) -> set[tuple[int, int | None]]:
         """The (stage, microbatch) of which the first step compares R with F: the first of each stage. Its F keeps the set for that."""
@@ -238,10 +197,10 @@ class Footprint:
                 return sum(part.full_if_kept for part in parts), 0
             stash = sum(part.stash for part in parts)
             return (sum(part.full_if_proved for part in parts), 0) if is_proved else (stash, stash)
+        own = self._parts(op)
         if op.kind is RELOAD:
-            return self._copied(op), 0
+            return sum(part.can_leave for part in own), 0
         if op.kind is RECOMPUTE:
-            own = parts if op.part is None else (parts[op.part],)
             stash = sum(part.stash for part in own)
             # The set of F goes layer by layer, as that of R comes.
             return (own[-1].largest, 0) if is_proved else (sum(part.full for part in own) - stash, -stash)
@@ -250,11 +209,12 @@ class Footprint:
     def _freed(self, schedule: Schedule, op: Op, proved: Proved) -> int:
         """Bytes of activations that the end of `op` frees. What W needs stays after I."""
         parts, is_proved = self.parts[op.stage], (op.stage, op.microbatch) in proved
-        is_kept = (op.stage, op.microbatch) in schedule.kept | schedule.offloaded
+        is_offloaded = (op.stage, op.microbatch) in schedule.offloaded
+        is_kept = is_offloaded or (op.stage, op.microbatch) in schedule.kept
         if op.kind is RECOMPUTE:
             return parts[op.part or 0].largest if is_proved else 0
         if op.kind is OFFLOAD:
-            return self._copied(op)
+            return sum(part.can_leave for part in self._parts(op))
         sizes = [part.full_if_kept if is_kept else part.full_if_proved if is_proved else part.full for part in parts]
         whole = sum(sizes)
         waiting = min(self._deferred[op.stage], whole)
@@ -264,14 +224,13 @@ class Footprint:
             return waiting
         if not places_freed(schedule, op) and not ends_stash(op):
             return 0
-        if is_kept and (op.stage, op.microbatch) not in schedule.offloaded:
+        if is_kept and not is_offloaded:
             return 0 if op.part else whole
         return whole if op.part is None else sizes[op.part]
 
-    def _copied(self, op: Op) -> int:
-        """What an OFFLOAD frees, and RELOAD brings back."""
-        parts = self.parts[op.stage] if op.part is None else self.parts[op.stage][op.part : op.part + 1]
-        return sum(max(0, part.full_if_kept - part.staying) for part in parts)
+    def _parts(self, op: Op) -> Sequence[StageProfile]:
+        """Of its stage, or the one that it means."""
+        return self.parts[op.stage] if op.part is None else self.parts[op.stage][op.part : op.part + 1]
 
     def of_step(self, schedule: Schedule, timeline: Timeline) -> tuple[int, ...]:
         """The most activation bytes of each rank in a simulated step, the first (with its proof) or a later one; inputs that wait for F count,

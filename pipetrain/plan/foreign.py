@@ -9,21 +9,21 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pipetrain.plan.balance import balance_by_work
-from pipetrain.plan.candidates import RankMemory
-from pipetrain.plan.footprint import Footprint
-from pipetrain.plan.planner import with_sums
-from pipetrain.plan.profile import LayerProfile, Profile, costs_of_layers
+from pipetrain.plan.footprint import Footprint, RankMemory
+from pipetrain.plan.plan import Plan
+from pipetrain.plan.planner import lean_draft
+from pipetrain.plan.profile import LayerProfile, Profile
 from pipetrain.plan.space import PlanProblem, promising_layouts
+from pipetrain.plan.stage_costs import costs_of_layers
+from pipetrain.schedule.bound import bound
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import write_csv
-from pipetrain.schedule.families import ALWAYS_SPLIT, generator_of
-from pipetrain.schedule.halves import closed_up
-from pipetrain.schedule.make import draft_of, make
+from pipetrain.schedule.families import ALWAYS_SPLIT
+from pipetrain.schedule.make import make
 from pipetrain.schedule.placement import stage_ranks_of
 from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.schedule.recompute import keep_all
@@ -56,15 +56,9 @@ class Option:
     groups: Groups
 
     @property
-    def stage_ranks(self) -> tuple[int, ...]:
-        return stage_ranks_of("v" if self.order == "zbv" else "loop", len(self.balance), self.num_ranks)
-
-    def stages_of(self, rank: int) -> list[int]:
-        return [stage for stage, holder in enumerate(self.stage_ranks) if holder == rank]
-
-    def layers_of(self, stage: int) -> range:
-        start = sum(self.balance[:stage])
-        return range(start, start + self.balance[stage])
+    def plan(self) -> Plan:
+        ranks = stage_ranks_of("v" if self.order == "zbv" else "loop", len(self.balance), self.num_ranks)
+        return Plan(self.balance, ranks, self.num_microbatches, self.num_replicas)
 
 
 @dataclass(frozen=True)
@@ -173,18 +167,15 @@ class Pricing:
         return replace(profile, layers=(*layers.values(), *loss), smaller=())
 
     def costs(self, option: Option) -> Costs:
-        profile = self.profile(option)
-        return with_sums(costs_of_layers(profile, option.balance), profile, option.balance, option.num_replicas)
+        return costs_of_layers(self.profile(option), option.balance, num_replicas=option.num_replicas)
 
     def spec(self, option: Option) -> ScheduleSpec:
-        ranks, count, replicas = option.stage_ranks, option.num_microbatches, option.num_replicas
+        ranks, count, replicas = option.plan.stage_ranks, option.num_microbatches, option.num_replicas
         return ScheduleSpec(option.order, ranks, count, _NEVER, costs=self.costs(option), num_replicas=replicas)
 
     def draft(self, option: Option) -> Schedule:
-        """Its order of F and B alone, in which each W is right behind its I: no order holds less."""
-        spec = self.spec(option)
-        draft = draft_of(spec, generator_of(option.order)(spec.shape))
-        return keep_all(closed_up(draft) if option.order in ALWAYS_SPLIT else draft)
+        """Its order of F and B alone: no order holds less."""
+        return keep_all(lean_draft(self.spec(option)))
 
     def plan(self, option: Option, sequence_length: int, tensor: int) -> ForeignPlan:
         schedule = make(self.spec(option))
@@ -193,16 +184,9 @@ class Pricing:
         return ForeignPlan(option, seconds, memory, lines, write_csv(schedule))
 
     def least_seconds(self, option: Option) -> float:
-        """A lower bound of the step: all ops of the busiest rank, after its first input came and before its last gradient goes to stage 0."""
-        costs, busy = self.costs(option), defaultdict[int, float](float)
-        both = [forward + backward for forward, backward in zip(costs.forward, costs.backward)]
-        for stage, rank in enumerate(option.stage_ranks):
-            busy[rank] += both[stage]
-        hops = [there + back for there, back in zip(costs.hop_forward, costs.hop_backward)]
-        steps = (costs.forward, costs.hop_forward) if option.order in ALWAYS_SPLIT else (both, hops)
-        ends = list(itertools.accumulate((one + hop for one, hop in zip(*steps)), initial=0.0))
-        least: float = max(option.num_microbatches * seconds + ends[rank] for rank, seconds in busy.items())
-        return least
+        """A lower bound of the step."""
+        costs, ranks, is_split = self.costs(option), option.plan.stage_ranks, option.order in ALWAYS_SPLIT
+        return bound(costs, option.num_microbatches, policy=_NEVER, placement=ranks, split_backward=is_split)
 
     def least_bytes(self, option: Option) -> float:
         """A lower bound of the fullest rank: weights, their state, and sets of its first stage, one fewer in flight on each later rank."""
@@ -214,25 +198,23 @@ class Pricing:
         """Per rank, with what the peer holds in its own way."""
         profile, given, count = self.profile(option), self.given(option), option.num_microbatches
         holdings = replace(self.problem.holdings, proves=False)
-        held = Footprint(profile, option.balance, _NEVER, count, holdings).of_schedule(schedule)
-        found = []
-        for rank, (ours, own) in enumerate(zip(held, self._own(option))):
-            fixed = {name: getattr(own, name) for name in ("weights", "gradients", "masters", "optimizer_state")}
-            messages = count * sum(_messages(given, option, stage) for stage in option.stages_of(rank))
-            fixed["message_buffers"] = messages if self.peer.receives_all else ours.message_buffers
-            found.append(replace(ours, **fixed, backward_transients=ours.backward_transients + own.backward_transients))
-        return tuple(found)
+        held = self._own(option, Footprint(profile, option.balance, _NEVER, count, holdings).of_schedule(schedule))
+        if not self.peer.receives_all:
+            return tuple(held)
+        received = [count * _messages(given, option, stage) for stage in range(len(option.balance))]
+        messages = [sum(received[stage] for stage in option.plan.stages_of(rank)) for rank in range(option.num_ranks)]
+        return tuple(replace(own, message_buffers=number) for own, number in zip(held, messages))
 
-    def _own(self, option: Option) -> list[RankMemory]:
-        """Per rank weights as layers compute with them, float32 gradients, each replica's share of masters and moments, and what one R of a
-        group brings back.
+    def _own(self, option: Option, held: Sequence[RankMemory] = ()) -> list[RankMemory]:
+        """What is `held` per rank, with weights as layers compute with them, float32 gradients, each replica's share of masters and moments, and
+        what one R of a group brings back.
         """
         given, holdings, shards = self.given(option), self.problem.holdings, option.num_replicas
         low, size = holdings.has_masters or holdings.casts, 2 if holdings.has_masters else 4
         found = []
-        for rank in range(option.num_ranks):
-            stages = option.stages_of(rank)
-            sizes = [sum(given.layer(n).parameter_bytes for n in option.layers_of(s)) // size for s in stages]
+        for rank, ours in enumerate(held or [RankMemory()] * option.num_ranks):
+            stages = option.plan.stages_of(rank)
+            sizes = [sum(given.layer(n).parameter_bytes for n in option.plan.layers_of(s)) // size for s in stages]
             numbers, gradients = sum(sizes), 4 * sum(sizes)
             if self.peer.shards_gradients and shards > 1:
                 # With one group of microbatches, the B of one stage of a rank end before those of its next begin.
@@ -240,9 +222,15 @@ class Pricing:
                 gradients = 4 * whole + gradients // shards
             groups = [group for stage in stages for group in option.groups[stage]]
             moments = [sum(given.layer(n).inner_bytes + given.layer(n).input_bytes for n in group) for group in groups]
-            masters, moment = 4 * numbers // shards if low else 0, max(moments, default=0)
-            weights, state = (2 if low else 4) * numbers, 8 * numbers // shards
-            found.append(RankMemory(weights, gradients, masters, state, backward_transients=moment))
+            own = replace(
+                ours,
+                weights=(2 if low else 4) * numbers,
+                gradients=gradients,
+                masters=4 * numbers // shards if low else 0,
+                optimizer_state=8 * numbers // shards,
+                backward_transients=ours.backward_transients + max(moments, default=0),
+            )
+            found.append(own)
         return found
 
 
@@ -253,7 +241,7 @@ def _in_backward(layer: LayerProfile, *, keeps_input: bool) -> LayerProfile:
 
 def _messages(profile: Profile, option: Option, stage: int) -> int:
     """Bytes of one microbatch that a stage receives: an input and a gradient."""
-    numbers = option.layers_of(stage)
+    numbers = option.plan.layers_of(stage)
     ends = [numbers.start] if stage else []
     ends += [numbers.stop] if numbers.stop < profile.num_layers else []
     return sum(profile.layer(number).input_bytes for number in ends)
@@ -277,10 +265,8 @@ def _deepspeed_cuts(profile: Profile, stages: int) -> Iterator[tuple[str, Balanc
     yield "parameters", least_difference([one.parameter_bytes for one in layers], stages)
     inner = [float(one.kind not in (layers[0].kind, layers[-1].kind)) for one in layers]
     kind = layers[len(layers) // 2].kind
-    yield (
-        f"type:{kind}",
-        least_difference(inner, stages),
-    )  # a regular expression for names of classes, whatever their case
+    # A regular expression for names of classes, whatever their case.
+    yield f"type:{kind}", least_difference(inner, stages)
 
 
 def least_difference(weights: Sequence[float], stages: int) -> Balance:
@@ -324,7 +310,7 @@ def _titan_lines(option: Option, samples: int, sequence_length: int, tensor: int
     for stage in range(len(option.balance)):
         named = [
             {0: ["tok_embeddings"], last: ["norm", "lm_head"]}.get(n, [f"layers.{n - 1}"])
-            for n in option.layers_of(stage)
+            for n in option.plan.layers_of(stage)
         ]
         parts.append(list(itertools.chain.from_iterable(named)))
     yield f"training.num_tokens_per_microbatch_per_dp_rank = {samples * sequence_length}"
@@ -351,7 +337,7 @@ def _megatron_recomputes(balance: Balance) -> Iterator[tuple[str, Groups]]:
 def _megatron_lines(option: Option, samples: int, sequence_length: int, tensor: int) -> Iterator[str]:
     last, stages = sum(option.balance) - 1, []
     for stage in range(len(option.balance)):
-        numbers = option.layers_of(stage)
+        numbers = option.plan.layers_of(stage)
         layers = len(numbers) - (numbers.start == 0) - (numbers.stop == last + 1)
         stages.append("E" * (numbers.start == 0) + (f"t*{layers}" if layers else "") + "L" * (numbers.stop == last + 1))
     batch = samples * option.num_microbatches * option.num_replicas
@@ -378,9 +364,8 @@ def _deepspeed_lines(option: Option, samples: int, sequence_length: int, tensor:
     )
 
 
-_BY_CSV = (
-    "PipelineScheduleMulti"  # the name that torchtitan wants with a CSV, which torch's _PipelineScheduleRuntime runs
-)
+# The name that torchtitan wants with a CSV, which torch's _PipelineScheduleRuntime runs.
+_BY_CSV = "PipelineScheduleMulti"
 _NO_R = "an R of its own: what is recomputed is recomputed inside B, when the gradient is there"
 PEERS = {
     "torchtitan": Peer(

@@ -12,7 +12,6 @@ puts in. A library may move more: a ring moves 2 (n - 1) / n of it from each of 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -92,15 +91,11 @@ class Sent:
     num_bytes: int | None
 
 
-@dataclass(frozen=True)
-class MeshRank:
+@dataclass(frozen=True, kw_only=True)
+class MeshRank(RankPlace):
     """One rank. Bytes are those of its stages; None: not known. `optimizer_bytes` with parallel.zero_stage=1 are its share."""
 
-    rank: int
     node: int
-    replica: int
-    place: int
-    stages: tuple[int, ...]
     parameters: int | None
     weight_bytes: int | None
     gradient_bytes: int | None
@@ -143,10 +138,6 @@ class Mesh:
     def num_nodes(self) -> int:
         return self.ranks[-1].node + 1
 
-    @property
-    def places(self) -> tuple[RankPlace, ...]:
-        return tuple(RankPlace(one.rank, one.replica, one.place, one.stages) for one in self.ranks)
-
     def rank_at(self, replica: int, place: int) -> MeshRank:
         return self.ranks[self.grid.rank_of(Coordinates(replica, place, 0))]
 
@@ -169,14 +160,8 @@ def mesh_of(
 ) -> Mesh:
     """The mesh of `schedule`, which each replica runs, on the ranks of `grid`. What `model` does not tell stays None."""
     made = _Maker(plan, schedule, grid, ranks_per_node, model, zero)
-    return Mesh(
-        grid=grid,
-        ranks_per_node=ranks_per_node,
-        ranks=tuple(map(made.rank, rank_places(plan, grid))),
-        edges=tuple(made.edges()),
-        groups=tuple(made.groups()),
-        zero=zero,
-    )
+    ranks = tuple(map(made.rank, rank_places(plan, grid)))
+    return Mesh(grid, ranks_per_node, ranks, tuple(made.edges(ranks)), tuple(made.groups()), zero)
 
 
 def shares_of(shapes: Shapes, num_shares: int) -> list[list[int]]:
@@ -200,53 +185,61 @@ class _Maker:
 
     def rank(self, where: RankPlace) -> MeshRank:
         parameters = self._parameters(where.stages)
+        share, updated = None, parameters  # by this rank, and how many parameters these are
+        if self.zero and parameters is not None:
+            share = self._share(where)
+            updated = -(-parameters // self.grid.replica) if share is None else sum(share)
+        sent = self._messages(self.schedule.lane(where.place, Lane.SEND), where.replica)
+        if (reduced := self._reduced(where.place)) is not None:
+            sent[REDUCE] = reduced
+        if shared := [op.stage for op in self.schedule.lane(where.place, Lane.REDUCE) if op.peer is not None]:
+            known = None if parameters is None else self._shared(shared)
+            sent[SHARED] = Sent(len(shared), self._bytes(known, "gradient"))
+        if self.zero:
+            sent[UPDATES] = Sent(None if share is None else len(share), self._bytes(updated, "weight"))
         return MeshRank(
-            rank=where.rank,
-            node=self._node(where.rank),
-            replica=where.replica,
-            place=where.place,
-            stages=where.stages,
+            **vars(where),
+            node=where.rank // self.ranks_per_node,
             parameters=parameters,
             weight_bytes=self._bytes(parameters, "weight"),
             gradient_bytes=self._bytes(parameters, "gradient"),
-            optimizer_bytes=self._bytes(self._updated(where, parameters), "optimizer"),
-            sent=self._sent(where, parameters),
+            optimizer_bytes=self._bytes(updated, "optimizer"),
+            sent=sent,
         )
 
-    def edges(self) -> Iterable[MeshEdge]:
-        for where in rank_places(self.plan, self.grid):
+    def edges(self, ranks: Iterable[RankPlace]) -> Iterable[MeshEdge]:
+        for where in ranks:
             to: dict[int, list[Op]] = {}
             for op in self.schedule.lane(where.place, Lane.SEND):
                 to.setdefault(self.schedule.stage_ranks[partner_of(op).stage], []).append(op)
             for place, ops in sorted(to.items()):
-                receiver = self.grid.rank_of(Coordinates(where.replica, place, 0))
-                crosses = self._node(where.rank) != self._node(receiver)
-                yield MeshEdge(where.rank, receiver, self._messages(ops, where.replica), crosses)
+                both = where.rank, self.grid.rank_of(Coordinates(where.replica, place, 0))
+                yield MeshEdge(*both, self._messages(ops, where.replica), self._cross_nodes(both))
 
     def groups(self) -> Iterable[ReduceGroup]:
         for place in range(self.grid.stage):
-            sent = self._reduced(place)
-            if sent is not None:
+            if (sent := self._reduced(place)) is not None:
                 ranks = self.grid.ranks_of_stage(self.grid.rank_of(Coordinates(0, place, 0)))
-                crosses = len({self._node(rank) for rank in ranks}) > 1
-                yield ReduceGroup(ranks, self.plan.stages_of(place), sent, crosses)
+                yield ReduceGroup(ranks, self.plan.stages_of(place), sent, self._cross_nodes(ranks))
 
-    def _node(self, rank: int) -> int:
-        return rank // self.ranks_per_node
+    def _cross_nodes(self, ranks: Iterable[int]) -> bool:
+        return len({rank // self.ranks_per_node for rank in ranks}) > 1
 
     def _parameters(self, stages: Iterable[int]) -> int | None:
         """Parameters of these stages of one rank; one that two of them share counts once."""
-        known = self.model.parameters
-        if known is None:
+        if (known := self.model.parameters) is None:
             return None
         layers = self._layers(stages)
-        twice = (min(known[low], known[high]) for low, high in self.model.tied if {low, high} <= layers)
-        return sum(known[layer] for layer in layers) - sum(twice)
+        return sum(known[layer] for layer in layers) - self._tied(layers, 2)
 
     def _shared(self, stages: Iterable[int]) -> int:
         """Parameters of these stages that other ranks of the replica have, too."""
-        layers, known = self._layers(stages), self.model.parameters or ()
-        return sum(min(known[low], known[high]) for low, high in self.model.tied if len({low, high} & layers) == 1)
+        return self._tied(self._layers(stages), 1)
+
+    def _tied(self, layers: set[int], count: int) -> int:
+        """Parameters of the pairs of which so many are among `layers`."""
+        known = self.model.parameters or ()
+        return sum(min(known[one] for one in pair) for pair in self.model.tied if len({*pair} & layers) == count)
 
     def _layers(self, stages: Iterable[int]) -> set[int]:
         return {layer for stage in stages for layer in self.plan.layers_of(stage)}
@@ -258,41 +251,19 @@ class _Maker:
         shapes = [shape for layer in sorted(self._layers(where.stages)) for shape in self.model.shapes[layer]]
         return shares_of(shapes, self.grid.replica)[where.replica]
 
-    def _updated(self, where: RankPlace, parameters: int | None) -> int | None:
-        """Parameters whose optimizer state the rank holds; where their sizes are not known, those of an even share."""
-        if self.zero == 0 or parameters is None:
-            return parameters
-        share = self._share(where)
-        return -(-parameters // self.grid.replica) if share is None else sum(share)
-
-    def _sent(self, where: RankPlace, parameters: int | None) -> dict[str, Sent]:
-        sent = self._messages(self.schedule.lane(where.place, Lane.SEND), where.replica)
-        if (reduced := self._reduced(where.place)) is not None:
-            sent[REDUCE] = reduced
-        shared = [op for op in self.schedule.lane(where.place, Lane.REDUCE) if op.peer is not None]
-        if shared:
-            known = None if parameters is None else self._shared(op.stage for op in shared)
-            sent[SHARED] = Sent(len(shared), self._bytes(known, "gradient"))
-        if self.zero:
-            share, updated = self._share(where), self._updated(where, parameters)
-            sent[UPDATES] = Sent(None if share is None else len(share), self._bytes(updated, "weight"))
-        return sent
-
     def _messages(self, sends: Iterable[Op], replica: int) -> dict[str, Sent]:
-        numbers, sizes = Counter[str](), Counter[str]()
+        sizes: dict[str, list[int | None]] = {}
         for op in sends:
             kind = ACTIVATIONS if op.kind.row.direction is Direction.FORWARD else GRADIENTS
-            numbers[kind] += 1
-            sizes[kind] += self._boundary_bytes(replica, op.microbatch or 0) or 0
-        is_known = self._boundary_bytes(replica, 0) is not None
-        return {kind: Sent(number, sizes[kind] if is_known else None) for kind, number in numbers.items()}
+            sizes.setdefault(kind, []).append(self._boundary_bytes(replica, op.microbatch or 0))
+        return {kind: Sent(len(own), None if None in own else sum(filter(None, own))) for kind, own in sizes.items()}
 
     def _boundary_bytes(self, replica: int, microbatch: int) -> int | None:
         model = self.model
-        if model.width is None or model.tokens is None or model.number_bytes is None:
+        if model.width is None or model.tokens is None:
             return None
         number = replica * self.schedule.num_microbatches + microbatch
-        return model.tokens[number] * model.width * model.number_bytes.boundary
+        return self._bytes(model.tokens[number] * model.width, "boundary")
 
     def _reduced(self, place: int) -> Sent | None:
         """What a rank at `place` puts into the all-reduce over replicas."""

@@ -187,8 +187,6 @@ def place_stages(
     Raises:
         ValueError: ranks, stages and placement do not fit each other.
     """
-    if stages_per_rank < 1:
-        raise ValueError(f"pipeline.stages_per_rank={stages_per_rank}: at least 1 is needed")
     if not isinstance(placement, str):
         return _place_as_listed(tuple(placement), num_ranks, num_stages, stages_per_rank)
     ranks = max(1, (num_stages or 1) // stages_per_rank) if num_ranks is None else num_ranks
@@ -240,37 +238,14 @@ def _check_balance(
 # A plan beside other arguments of `Pipeline`: it must fit the model and the ranks, and nothing is said twice -------------------------
 
 
-def plan_of(
-    given: Plan | None,
-    num_layers: int,
-    *,
-    num_ranks: int,
-    num_stages: int | None,
-    stages_per_rank: int,
-    num_microbatches: int,
-    balance: str | Sequence[int],
-    work: Sequence[float] | None = None,
-    num_replicas: int = 1,
-    order: str = "replica-stage",
+def given_plan(
+    given: Plan, num_layers: int, *, num_ranks: int, num_replicas: int = 1, order: str = "replica-stage", **said: Any
 ) -> Plan:
-    """The plan that was `given`, which must fit the model, the ranks and all else; without one, a plan made of the rest. `num_ranks`
-    are those of one replica.
+    """The plan that was `given`, which must fit the model, the ranks and what else is `said`. `num_ranks` are those of one replica.
 
     Raises:
         ValueError: what does not fit.
     """
-    if given is None:
-        return make_plan(
-            num_layers,
-            num_ranks=num_ranks,
-            num_stages=num_stages,
-            stages_per_rank=stages_per_rank,
-            num_microbatches=num_microbatches,
-            balance=balance,
-            work=work,
-            num_replicas=num_replicas,
-            order=order,
-        )
     if not isinstance(given, Plan):
         raise ValueError(f"plan={given!r}: give what make_plan({num_layers}, ...) returns, or leave plan out")
     whole_number("plan: its num_microbatches", given.num_microbatches)
@@ -282,7 +257,7 @@ def plan_of(
     if given.num_ranks != num_ranks:
         raise ValueError(_other_ranks(given.num_ranks, num_ranks, num_replicas))
     stage_ranks_of(given.stage_ranks, len(given.balance), num_ranks)
-    _check_said_once(given, num_stages, stages_per_rank, num_microbatches, balance)
+    _check_said_once(given, **said)
     fitting = dataclasses.replace(given, num_replicas=num_replicas, order=order)
     return given if fitting == given else fitting
 
@@ -319,21 +294,15 @@ def _check_said_once(
     plan: Plan, num_stages: int | None, stages_per_rank: int, num_microbatches: int, balance: str | Sequence[int]
 ) -> None:
     """Refuses what is said beside a plan, is not the default and differs."""
-    per_rank = {len(plan.stages_of(rank)) for rank in range(plan.num_ranks)}
-    layers = layers_per_stage(balance)
     said = (
-        ("num_stages", num_stages, num_stages in (None, plan.num_stages), plan.num_stages),
-        ("stages_per_rank", stages_per_rank, stages_per_rank == 1 or per_rank == {stages_per_rank}, max(per_rank)),
-        (
-            "num_microbatches",
-            num_microbatches,
-            num_microbatches in (DEFAULT_MICROBATCHES, plan.num_microbatches),
-            plan.num_microbatches,
-        ),
-        ("balance", balance, layers in ("auto", plan.balance), list(plan.balance)),
+        ("num_stages", num_stages, None, plan.num_stages),
+        ("stages_per_rank", stages_per_rank, 1, max(map(plan.stage_ranks.count, plan.stage_ranks))),
+        ("num_microbatches", num_microbatches, DEFAULT_MICROBATCHES, plan.num_microbatches),
+        ("balance", layers_per_stage(balance), "auto", plan.balance),
     )
-    for name, value, fits, planned in said:
-        if not fits:
+    for name, value, default, planned in said:
+        if value not in (default, planned):
+            given, there = (list(one) if isinstance(one, tuple) else one for one in (value, planned))
             raise ValueError(
-                f"{name}={value}: the plan says {planned}; leave {name} out where there is a plan, or make another plan"
+                f"{name}={given}: the plan says {there}; leave {name} out where there is a plan, or make another plan"
             )

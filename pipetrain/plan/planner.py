@@ -13,14 +13,12 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pipetrain.plan.balance import balance_evenly
-from pipetrain.plan.candidates import Candidate, RankMemory
-from pipetrain.plan.footprint import Footprint
-from pipetrain.plan.profile import Profile, costs_of_layers
+from pipetrain.plan.footprint import Footprint, RankMemory
 from pipetrain.plan.space import (
     Choice,
     PlanProblem,
@@ -30,6 +28,7 @@ from pipetrain.plan.space import (
     starts_of,
     to_host,
 )
+from pipetrain.plan.stage_costs import costs_of_layers
 from pipetrain.schedule.alive import peak_on_host
 from pipetrain.schedule.bound import bound
 from pipetrain.schedule.check import check
@@ -66,33 +65,96 @@ _SAME = 1 + 1e-9
 class PricedPlan:
     """A choice, the seconds of its step by the list rule, and the bytes of its fullest rank. What a run makes of it is made when it is asked for."""
 
-    def __init__(self, pricing: _Pricing, choice: Choice, step_seconds: float, peak_bytes: int) -> None:
-        self._pricing, self.choice = pricing, choice
-        self.step_seconds, self.peak_bytes = step_seconds, peak_bytes
+    def __init__(self, pricing: _Pricing, choice: Choice) -> None:
+        """Raises:
+        ValueError: a stage has fewer layers than segments.
+        """
+        self._problem, self._profile_key, self.choice = pricing.problem, pricing.profile_key, choice
+        self.policy, self.costs, self.footprint = pricing.on_layers(choice)
+        self.step_seconds, self.peak_bytes = math.inf, 0
 
-    @functools.cached_property
-    def _policy(self) -> RecomputePolicy:
-        return self._pricing.policy(self.choice)
+    def price(self) -> None:
+        """By the list rule; a named family, and one with copies, as it is made.
 
-    @functools.cached_property
-    def costs(self) -> Costs:
-        return self._pricing.costs(self.choice, self._policy)
+        Raises:
+            ValueError: keys that do not fit each other, or copies that bring nothing.
+        """
+        if self.choice.schedule == AUTO and not self.policy.offloads:
+            made, sums = None, self.costs.reduce
+            self.step_seconds = list_by(*self._rule).seconds + (sums[0] if sums else 0.0)
+        else:
+            made = self._made()
+            self.step_seconds = simulate(made, self.costs).step_seconds
+        self.peak_bytes = max(rank.total for rank in self.memory(made))
+
+    def memory(self, made: Schedule | None = None) -> tuple[RankMemory, ...]:
+        """Of any order that the keys of the choice allow; of a named family as it was `made`."""
+        choice, policy = self.choice, self.policy
+        if choice.schedule != AUTO:
+            return self.footprint.of_schedule(made or self.schedule)
+        places = None if choice.mode is Mode.NEVER else [policy.places_of(s) or 1 for s in range(choice.num_stages)]
+        return self.footprint.of_limits(choice.in_flight, places)
+
+    @property
+    def least_seconds(self) -> float:
+        """Of any order of a named family; without the sums over the replicas."""
+        spec = self.choice.spec(self._problem, self.policy)
+        return bound(
+            self.costs,
+            spec.num_microbatches,
+            policy=spec.policy,
+            placement=spec.stage_ranks,
+            split_backward=spec.split_backward or spec.family in ALWAYS_SPLIT,
+        )
+
+    @property
+    def least_bytes(self) -> int:
+        """Of the fullest rank in a named family, with R at the last moment."""
+        choice, policy = self.choice, self.policy
+        spec = choice.spec(self._problem, policy if choice.mode is Mode.NEVER else replace(policy, mode=Mode.INLINE))
+        return max(rank.total for rank in self.footprint.of_schedule(add_recompute(lean_draft(spec))))
 
     @property
     def _spec(self) -> ScheduleSpec:
-        spec = self.choice.spec(self._pricing.problem, self._policy)
+        spec = self.choice.spec(self._problem, self.policy)
         return replace(spec, costs=self.costs) if self.choice.schedule == AUTO else spec
+
+    @property
+    def _rule(self) -> tuple[OrderProblem, ListRule]:
+        choice = self.choice
+        problem = OrderProblem(self.costs, choice.num_microbatches, self.policy, split_backward=choice.split_backward)
+        return problem, ListRule(choice.in_flight, choice.prefers)
+
+    def _made(self) -> Schedule:
+        spec = self._spec
+        if self.policy.offloads:
+            return self._with_copies(spec)
+        if self.choice.schedule == AUTO:
+            return held_to(spec, lanes_of_ranks(spec, list_by(*self._rule)))
+        return make(spec)
+
+    def _with_copies(self, spec: ScheduleSpec) -> Schedule:
+        """Raises:
+        ValueError: no set goes to host memory, or those of all microbatches in flight may take more of it than there is.
+        """
+        choice, allowed, word = self.choice, self._problem.host_bytes, f"recompute.offload={self.choice.offload}"
+        if choice.schedule != AUTO:
+            raise ValueError(f"{word}: plans with copies are for pipeline.schedule=auto, not {choice.schedule}")
+        needed = max(int(size * limit) for size, limit in zip(self.costs.set_bytes, choice.in_flight))
+        if allowed is not None and needed > allowed:
+            raise ValueError(
+                f"{word}: a rank may need {needed} bytes of host memory, and recompute.host_bytes allows {allowed}; "
+                "use recompute.offload=none, or allow more"
+            )
+        schedule = with_copies(spec, self.costs, _PLACED)
+        if not schedule.offloaded:
+            raise ValueError(f"{word}: copies bring nothing here; use recompute.offload=none")
+        return schedule
 
     @functools.cached_property
     def schedule(self) -> Schedule:
         """As a run makes it, checked."""
-        spec = self._spec
-        if self._policy.offloads:
-            made = with_copies(spec, self.costs, _PLACED)
-        elif self.choice.schedule == AUTO:
-            made = held_to(spec, lanes_of_ranks(spec, list_by(*_by_rule(self.choice, self._policy, self.costs))))
-        else:
-            made = make(spec)
+        made = self._made()
         check(made)
         return made
 
@@ -123,31 +185,48 @@ class PricedPlan:
 
     @functools.cached_property
     def keys(self) -> dict[str, str]:
-        return keys_of(self.choice, self._pricing.problem, self._pricing.profile_key)
+        """The overrides for a run of the choice: keys that are not held, with new values."""
+        choice, problem, profile_key = self.choice, self._problem, self._profile_key
+        words = choice.words
+        if choice.mode is Mode.NEVER:
+            words |= {"recompute.sets": None, "recompute.segments": 1, "recompute.selective": ()}
+        words["recompute.selective"] = words["recompute.selective"] or None
+        texts = {key: typed(value) for key, value in words.items() if key not in problem.held}
+        found = {key: text for key, text in texts.items() if problem.current.get(key) != text}
+        uses_profile = profile_key is not None and (choice.schedule == AUTO or choice.segments != 1)
+        return {**found, "plan.profile": str(profile_key)} if uses_profile else found
 
-    @functools.cached_property
-    def candidate(self) -> Candidate:
-        choice, pricing = self.choice, self._pricing
-        return Candidate(
-            num_stages=choice.num_stages,
-            balance=choice.balance,
-            schedule=choice.schedule,
-            num_microbatches=choice.num_microbatches,
-            sets=choice.sets,
-            segments=choice.segments,
-            selective=tuple(map(str, self._policy.selective)),
-            mode=choice.mode.value,
-            stash=choice.limits,
-            stages_per_rank=choice.num_stages // choice.num_ranks,
-            split_backward=choice.split,
-            num_replicas=choice.num_replicas,
-            offload=choice.offload.value,
-            step_seconds=self.timeline.step_seconds,
-            memory=pricing.memory(choice, self._policy, None if choice.schedule == AUTO else self.schedule),
-            peak_activation_bytes=pricing.footprint(choice, self._policy).of_step(self.schedule, self.timeline),
-            host_bytes=host_bytes_of(self.schedule, self.costs),
-            keys=self.keys,
-        )
+    @property
+    def overrides(self) -> list[str]:
+        """`keys` as they are typed."""
+        return [f"{key}={value}" for key, value in self.keys.items()]
+
+    @property
+    def peak_activation_bytes(self) -> tuple[int, ...]:
+        """Per rank, of the simulated step."""
+        return self.footprint.of_step(self.schedule, self.timeline)
+
+    @property
+    def host_bytes(self) -> tuple[int, ...]:
+        """The most bytes of each rank's offloaded sets in host memory at once, whatever the timing."""
+        found, schedule = [0] * self.choice.num_ranks, self.schedule
+        for stage in {stage for stage, _ in schedule.offloaded}:
+            found[schedule.stage_ranks[stage]] += peak_on_host(schedule, stage)[0] * int(self.costs.set_bytes[stage])
+        return tuple(found)
+
+    def as_json(self) -> dict[str, Any]:
+        """A record of `plans` in `pipetrain plan --json`. `balance` and `stash` (microbatches in flight) have an entry per stage; `memory` and the
+        lists of bytes one per rank of a replica."""
+        return {
+            **{key.partition(".")[2]: value for key, value in self.choice.words.items()},
+            "selective": list(map(str, self.choice.selective)),
+            "step_seconds": self.timeline.step_seconds,
+            "memory": list(map(asdict, self.memory())),
+            "peak_activation_bytes": self.peak_activation_bytes,
+            "host_bytes": self.host_bytes,
+            "peak_bytes": self.peak_bytes,
+            "keys": self.overrides,
+        }
 
 
 @dataclass(frozen=True)
@@ -189,8 +268,8 @@ def make_plans(
         one.make()
     if search_seconds > 0 or cache is not None:
         small = [one for one in found if one.choice.num_stages * one.choice.num_microbatches <= _MOST_SEARCHED]
-        best = frontier((one.step_seconds, one.peak_bytes, one) for one in small if one.choice.schedule == AUTO)[::-1]
-        for _, _, one in best[:: math.ceil(len(best) / _SEARCHED) or 1]:
+        best = frontier(one for one in small if one.choice.schedule == AUTO)[::-1]
+        for one in best[:: math.ceil(len(best) / _SEARCHED) or 1]:
             one.search(search_seconds, cache)
     found.sort(key=lambda one: (one.step_seconds, one.peak_bytes))
     unique: dict[Any, PricedPlan] = {}
@@ -199,36 +278,50 @@ def make_plans(
     return Plans(tuple(unique.values()))
 
 
-def frontier(entries: Iterable[tuple[float, int, Any]]) -> list[tuple[float, int, Any]]:
-    """The Pareto frontier of (seconds, bytes, anything), smallest first: none is faster in as few bytes."""
-    found: list[tuple[float, int, Any]] = []
-    for entry in sorted(entries, key=lambda one: (one[1], one[0])):
-        if not found or entry[0] * _SAME < found[-1][0]:
-            found.append(entry)
+def frontier(plans: Iterable[PricedPlan]) -> list[PricedPlan]:
+    """The Pareto frontier, smallest first: none is faster in as few bytes."""
+    found: list[PricedPlan] = []
+    for one in sorted(plans, key=lambda one: (one.peak_bytes, one.step_seconds)):
+        if not found or one.step_seconds * _SAME < found[-1].step_seconds:
+            found.append(one)
     return found
 
 
 def _deep_frontier(priced: Iterable[PricedPlan]) -> list[PricedPlan]:
     """The frontier, that of the rest, and so on: any budget has its five fastest among them."""
-    left, found = [(one.step_seconds, one.peak_bytes, one) for one in priced], list[PricedPlan]()
+    left, found = list(priced), list[PricedPlan]()
     for _ in range(_DEEP):
-        layer = [one for _, _, one in frontier(left)]
+        layer = frontier(left)
         found += layer
-        left = [entry for entry in left if entry[2] not in layer]
+        left = [one for one in left if one not in layer]
     return found
 
 
 class _Pricing:
-    """Prices choices by the list rule, named families as they are made; `priced` has them in the order in which they were tried."""
+    """Prices choices; `priced` has them in the order in which they were tried."""
 
     def __init__(self, problem: PlanProblem, profile_key: str | None) -> None:
         self.problem, self.profile_key = problem, profile_key
         self.priced: dict[Choice, PricedPlan] = {}
         self._left = 0.0
-        self._profiles: dict[int, Profile] = {}
-        self._costs: dict[Any, Costs] = {}
-        self._footprints: dict[Any, Footprint] = {}
+        self._profile_of = functools.cache(problem.profile.at)
+        self._known: dict[Any, tuple[Costs, Footprint]] = {}
         self._refused: ValueError | None = None
+
+    def on_layers(self, choice: Choice) -> tuple[RecomputePolicy, Costs, Footprint]:
+        """The policy of a choice; and what stages cost, as a run has it with `plan.profile`, and hold, whatever is kept of how many microbatches."""
+        problem, replicas, microbatches = self.problem, choice.num_replicas, choice.num_microbatches
+        profile = self._profile_of(-(-problem.batch // (replicas * microbatches)))
+        policy = choice.policy(problem, profile)
+        key = replicas, microbatches, choice.balance, choice.mode, choice.segments, choice.selective
+        if key not in self._known:
+            selective = () if choice.mode is Mode.NEVER else policy.selective
+            holdings = replace(problem.holdings, shards=replicas if problem.zero else 1)
+            self._known[key] = (
+                costs_of_layers(profile, choice.balance, selective, replicas),
+                Footprint(profile, choice.balance, policy, microbatches, holdings),
+            )
+        return policy, *self._known[key]
 
     def run(self) -> None:
         layouts = promising_layouts(self.problem)
@@ -253,9 +346,8 @@ class _Pricing:
 
     def send_to_host(self) -> None:
         """Prices choices of the frontier with copies to host memory, evenly spread, the fastest first."""
-        entries = ((one.step_seconds, one.peak_bytes, one.choice) for one in self.priced.values())
-        front = [one for _, _, one in reversed(frontier(entry for entry in entries if entry[2].schedule == AUTO))]
-        found = list(dict.fromkeys(more for one in front for more in to_host(self.problem, one)))
+        front = frontier(one for one in self.priced.values() if one.choice.schedule == AUTO)[::-1]
+        found = list(dict.fromkeys(more for one in front for more in to_host(self.problem, one.choice)))
         step = math.ceil(sum(map(_work, found)) / _WORK_OF_COPIES) or 1
         left = float(_WORK_OF_COPIES)
         for choice in found[::step]:
@@ -269,7 +361,7 @@ class _Pricing:
         for one in families:
             way = one.schedule, one.num_stages // one.num_ranks, one.mode, one.segments, one.selective
             try:
-                ways.setdefault(way, []).append((self._least_seconds(one), one))
+                ways.setdefault(way, []).append((PricedPlan(self, one).least_seconds, one))
             except ValueError as error:
                 self._refused = self._refused or error
         rows = (sorted(row, key=lambda pair: pair[0]) for row in ways.values())
@@ -279,15 +371,12 @@ class _Pricing:
         """Prices the neighbours of the frontier, and those of what it becomes, the fastest first, while there is work left. So that no plan is
         worse than one with a plain balance, each of these has a frontier, too."""
         expanded: set[Choice] = set()
-        plain = {
-            one
-            for stages in {choice.num_stages for choice in self.priced}
-            for one in plain_balances(self.problem, stages)
-        }
+        numbers = {choice.num_stages for choice in self.priced}
+        plain = {one for stages in numbers for one in plain_balances(self.problem, stages)}
         while self._left > 0:
-            entries = [(one.step_seconds, one.peak_bytes, one.choice) for one in self.priced.values()]
-            fronts = [entries, *([entry for entry in entries if entry[2].balance == one] for one in sorted(plain))]
-            front = [choice for some in fronts for _, _, choice in reversed(frontier(some))]
+            plans = self.priced.values()
+            fronts = [plans, *([one for one in plans if one.choice.balance == balance] for balance in sorted(plain))]
+            front = [one.choice for some in fronts for one in reversed(frontier(some))]
             fresh = [choice for choice in dict.fromkeys(front) if choice not in expanded]
             if not fresh:
                 return
@@ -299,126 +388,28 @@ class _Pricing:
 
     def _price(self, choice: Choice) -> None:
         try:
-            if "pipeline.schedule" not in self.problem.held and choice.schedule != AUTO and self._is_beaten(choice):
+            one = PricedPlan(self, choice)
+            if "pipeline.schedule" not in self.problem.held and choice.schedule != AUTO and self._is_beaten(one):
                 self._left -= choice.num_stages * choice.num_microbatches * _OF_LEAVING
                 return
             self._left -= _work(choice)
-            seconds, peak = self._of_auto(choice) if choice.schedule == AUTO else self._of_family(choice)
+            one.price()
         except ValueError as error:
             self._refused = self._refused or error
             return
-        self.priced[choice] = PricedPlan(self, choice, seconds, peak)
+        self.priced[choice] = one
 
-    def _least_seconds(self, choice: Choice) -> float:
-        """Of any order of a named family; without the sums over the replicas."""
-        policy, is_split = self.policy(choice), choice.split or choice.schedule in ALWAYS_SPLIT
-        costs, ranks = replace(self.costs(choice, policy), reduce=()), choice.stage_ranks
-        return bound(costs, choice.num_microbatches, policy=policy, placement=ranks, split_backward=is_split)
-
-    def _is_beaten(self, choice: Choice) -> bool:
-        """Whether a choice is known that is as fast as any order of this family, in no more bytes than it takes with R at the last moment."""
-        least = self._least_seconds(choice) * _SAME
-        if not (rivals := [one.peak_bytes for one in self.priced.values() if one.step_seconds <= least]):
-            return False
-        policy = self.policy(choice)
-        spec = choice.spec(self.problem, policy if choice.mode is Mode.NEVER else replace(policy, mode=Mode.INLINE))
-        draft = draft_of(spec, generator_of(choice.schedule)(spec.shape))
-        if choice.split or choice.schedule in ALWAYS_SPLIT:
-            draft = closed_up(draft)
-        held = self.footprint(choice, policy).of_schedule(add_recompute(draft))
-        return min(rivals) <= max(rank.total for rank in held)
-
-    def _of_auto(self, choice: Choice) -> tuple[float, int]:
-        policy = self.policy(choice)
-        peak = max(rank.total for rank in self.memory(choice, policy))
-        costs = self.costs(choice, policy)
-        if policy.offloads:
-            return self._with_copies(choice, policy, costs), peak
-        order = list_by(*_by_rule(choice, policy, costs))
-        return order.seconds + (costs.reduce[0] if costs.reduce else 0.0), peak
-
-    def _with_copies(self, choice: Choice, policy: RecomputePolicy, costs: Costs) -> float:
-        """Raises:
-        ValueError: no set goes to host memory, or those of all microbatches in flight may take more of it than there is.
-        """
-        allowed = self.problem.host_bytes
-        needed = max(int(size * limit) for size, limit in zip(costs.set_bytes, choice.in_flight))
-        if allowed is not None and needed > allowed:
-            raise ValueError(
-                f"recompute.offload={choice.offload}: a rank may need {needed} bytes of host memory, and recompute.host_bytes allows {allowed}; "
-                "use recompute.offload=none, or allow more"
-            )
-        schedule = with_copies(replace(choice.spec(self.problem, policy), costs=costs), costs, _PLACED)
-        if not schedule.offloaded:
-            raise ValueError(
-                f"recompute.offload={choice.offload}: copies bring nothing here; use recompute.offload=none"
-            )
-        return simulate(schedule, costs).step_seconds
-
-    def _of_family(self, choice: Choice) -> tuple[float, int]:
-        policy = self.policy(choice)
-        if policy.offloads:
-            raise ValueError(
-                f"recompute.offload={choice.offload}: plans with copies are for pipeline.schedule=auto, not {choice.schedule}"
-            )
-        schedule = make(choice.spec(self.problem, policy))
-        peak = max(rank.total for rank in self.memory(choice, policy, schedule))
-        return simulate(schedule, self.costs(choice, policy)).step_seconds, peak
-
-    def memory(
-        self, choice: Choice, policy: RecomputePolicy, schedule: Schedule | None = None
-    ) -> tuple[RankMemory, ...]:
-        """Of any order that the keys of the choice allow; of a named family as it was made."""
-        held = self.footprint(choice, policy)
-        if schedule is not None:
-            return held.of_schedule(schedule)
-        places = None if choice.mode is Mode.NEVER else [policy.places_of(s) or 1 for s in range(choice.num_stages)]
-        return held.of_limits(choice.in_flight, places)
-
-    def profile(self, choice: Choice) -> Profile:
-        samples = -(-self.problem.batch // (choice.num_replicas * choice.num_microbatches))
-        if samples not in self._profiles:
-            self._profiles[samples] = self.problem.profile.at(samples)
-        return self._profiles[samples]
-
-    def policy(self, choice: Choice) -> RecomputePolicy:
-        return choice.policy(self.problem, self.profile(choice))
-
-    def footprint(self, choice: Choice, policy: RecomputePolicy) -> Footprint:
-        key = choice.num_replicas, choice.num_microbatches, choice.balance, choice.mode, policy.parts, policy.selective
-        if key not in self._footprints:
-            shards = choice.num_replicas if self.problem.zero else 1
-            holdings = replace(self.problem.holdings, shards=shards)
-            profile, microbatches = self.profile(choice), choice.num_microbatches
-            self._footprints[key] = Footprint(profile, choice.balance, policy, microbatches, holdings)
-        return self._footprints[key]
-
-    def costs(self, choice: Choice, policy: RecomputePolicy) -> Costs:
-        """As a run has them with `plan.profile`, and the sums of gradients over the replicas."""
-        selective = () if choice.mode is Mode.NEVER else policy.selective
-        key = choice.num_replicas, choice.num_microbatches, choice.balance, selective
-        if key not in self._costs:
-            costs = costs_of_layers(self.profile(choice), choice.balance, selective)
-            self._costs[key] = with_sums(costs, self.profile(choice), choice.balance, choice.num_replicas)
-        return self._costs[key]
+    def _is_beaten(self, family: PricedPlan) -> bool:
+        """Whether a choice is known that is as fast as any order of this family, in no more bytes than it takes."""
+        least = family.least_seconds * _SAME
+        rivals = [one.peak_bytes for one in self.priced.values() if one.step_seconds <= least]
+        return bool(rivals) and min(rivals) <= family.least_bytes
 
 
-def host_bytes_of(schedule: Schedule, costs: Costs) -> tuple[int, ...]:
-    """The most bytes of each rank's offloaded sets in host memory at once, whatever the timing."""
-    found = [0] * schedule.num_ranks
-    for stage in {stage for stage, _ in schedule.offloaded}:
-        found[schedule.stage_ranks[stage]] += peak_on_host(schedule, stage)[0] * int(costs.set_bytes[stage])
-    return tuple(found)
-
-
-def with_sums(costs: Costs, profile: Profile, balance: Sequence[int], num_replicas: int) -> Costs:
-    """With the time in which a ring adds up the gradients of each stage, where a link is known: 2 (n - 1) / n of them leave each rank."""
-    if num_replicas == 1 or profile.link is None:
-        return costs
-    ends = itertools.accumulate(balance)
-    sizes = [sum(profile.layer(n).gradient_bytes for n in range(end - size, end)) for end, size in zip(ends, balance)]
-    share = 2 * (num_replicas - 1) / num_replicas
-    return replace(costs, reduce=tuple(profile.link.seconds(size * share) for size in sizes))
+def lean_draft(spec: ScheduleSpec) -> Schedule:
+    """The order of F and B of a named family, in which each W is right behind its I: no order of them holds less."""
+    draft = draft_of(spec, generator_of(str(spec.family))(spec.shape))
+    return closed_up(draft) if spec.split_backward or spec.family in ALWAYS_SPLIT else draft
 
 
 def _work(choice: Choice) -> float:
@@ -440,51 +431,24 @@ def _within(starts: Sequence[Choice], share: float) -> Iterator[Choice]:
     if sum(map(_work, starts)) <= share:
         yield from starts
         return
-    plain = [one for one in starts if one.schedule == AUTO and one.segments == 1 and not (one.split or one.selective)]
+    plain = [
+        one
+        for one in starts
+        if one.schedule == AUTO and one.segments == 1 and not (one.split_backward or one.selective)
+    ]
     first = {one.mode: one for one in reversed(plain)}
-    lean = [one for one in plain if (one.limits, one.balance) == (first[one.mode].limits, first[one.mode].balance)]
+    lean = [one for one in plain if (one.stash, one.balance) == (first[one.mode].stash, first[one.mode].balance)]
     for one in dict.fromkeys([*first.values(), *lean]):
         if share > 0 or one in first.values():
             share -= _work(one)
             yield one
     ways: dict[Any, list[Choice]] = {}
     for one in starts:
-        ways.setdefault((one.schedule, one.mode, one.segments, one.selective, one.split), []).append(one)
+        ways.setdefault((one.schedule, one.mode, one.segments, one.selective, one.split_backward), []).append(one)
     for rows in ways.values():
         step = max(1, math.ceil(sum(map(_work, rows)) * len(ways) / max(share, 1)))
         if _work(rows[0]) <= share:
             yield from rows[::step]
-
-
-def _by_rule(choice: Choice, policy: RecomputePolicy, costs: Costs) -> tuple[OrderProblem, ListRule]:
-    problem = OrderProblem(costs, choice.num_microbatches, policy, split_backward=choice.split)
-    return problem, ListRule(choice.in_flight, choice.prefers)
-
-
-def keys_of(choice: Choice, problem: PlanProblem, profile_key: str | None) -> dict[str, str]:
-    """The overrides for a run of the choice: keys that are not held, with new values."""
-    uses_profile = profile_key is not None and (choice.schedule == AUTO or choice.segments != 1)
-    recomputes = choice.mode is not Mode.NEVER
-    placement = "v" if choice.schedule == "zbv" else "loop"
-    words = {
-        "parallel.num_replicas": choice.num_replicas,
-        "pipeline.schedule": choice.schedule,
-        "pipeline.num_stages": choice.num_stages,
-        "pipeline.stages_per_rank": choice.num_stages // choice.num_ranks,
-        "pipeline.placement": placement,
-        "pipeline.split_backward": choice.split,
-        "pipeline.balance": choice.balance,
-        "pipeline.num_microbatches": choice.num_microbatches,
-        "recompute.mode": choice.mode.value,
-        "recompute.sets": choice.sets if recomputes else None,
-        "recompute.segments": choice.segments if recomputes else 1,
-        "recompute.selective": [str(one) for one in choice.selective] if recomputes and choice.selective else None,
-        "recompute.stash": choice.limits,
-        "recompute.offload": choice.offload.value,
-    }
-    texts = {key: typed(value) for key, value in words.items() if key not in problem.held}
-    found = {key: text for key, text in texts.items() if problem.current.get(key) != text}
-    return {**found, "plan.profile": str(profile_key)} if uses_profile else found
 
 
 def typed(value: Any) -> str:

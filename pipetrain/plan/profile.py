@@ -7,7 +7,6 @@ a run               costs of its stages, and its microbatches    -> costs of tho
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -20,6 +19,7 @@ from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.policy import Outputs, layer_numbers
 
 PROFILE = "profile.json"
+LOSS = "loss"
 _FORMAT_VERSION = 2
 _READ = (1, 2)  # 1 had no layers
 _LATEST = Path("runs") / "latest"
@@ -173,6 +173,10 @@ class Profile:
     def _by_number(self) -> dict[int, LayerProfile]:
         return {number: layer for layer in self.layers for number in layer.numbers}
 
+    def each(self) -> list[LayerProfile]:
+        """The record of each layer of the model, and of the loss if it has one."""
+        return [self._by_number[number] for number in sorted(self._by_number)]
+
     def hop_seconds(self, edge: int, num_bytes: float) -> float:
         """What a message over the link behind stage `edge` takes."""
         link = self.edges[edge] if edge < len(self.edges) else self.link
@@ -204,10 +208,6 @@ class Profile:
         return replace(self, layers=layers, smaller=smaller)
 
     @property
-    def keeps(self) -> bool:
-        return any(layer.is_kept for layer in self.layers)
-
-    @property
     def has_loss(self) -> bool:
         return any(layer.kind == LOSS for layer in self.layers)
 
@@ -218,78 +218,6 @@ def _split(group: LayerProfile, entries: Sequence[str]) -> Iterator[LayerProfile
     for is_kept, numbers in ((True, kept), (group.is_kept, {*group.numbers} - kept)):
         if numbers:
             yield replace(group, numbers=tuple(sorted(numbers)), is_kept=is_kept)
-
-
-LOSS = "loss"
-_OF_W, _SPLIT = (
-    0.4,
-    1.026,
-)  # W's share of a split backward, and its time over a whole one (`pipetrain bench split`, a block)
-
-
-def costs_of_layers(profile: Profile, balance: Sequence[int], selective: Sequence[Outputs] = ()) -> Costs:
-    """What stages of `balance` layers cost, from layers that were measured alone. Hops are those of the profile's link; without one they
-    take no time.
-
-    A tensor that two neighbours save is held once. `set_bytes` has the outputs that `selective` keeps although no backward needs them.
-    """
-    stages = _stages(profile, balance, selective)
-    sizes = [stage.layers[-1].output_bytes for stage in stages[:-1]]
-    hops = tuple(profile.hop_seconds(edge, size) for edge, size in enumerate(sizes))
-    sets, host = tuple(float(stage.set_bytes() + stage.unsaved_bytes()) for stage in stages), profile.host
-    return Costs(
-        forward=tuple(stage.seconds("forward_seconds") + stage.looking_seconds() for stage in stages),
-        backward=tuple(stage.seconds("backward_seconds") for stage in stages),
-        input_gradient=tuple(stage.half("input_gradient_seconds", _SPLIT * (1 - _OF_W)) for stage in stages),
-        weight_gradient=tuple(stage.half("weight_gradient_seconds", _SPLIT * _OF_W) for stage in stages),
-        recompute=tuple(stage.recompute_seconds() for stage in stages),
-        hop_forward=hops,
-        hop_backward=hops,
-        input_bytes=tuple(float(stage.layers[0].input_bytes) for stage in stages),
-        set_bytes=sets,
-        kept_bytes=tuple(float(stage.kept_bytes()) for stage in stages) if selective or profile.keeps else (),
-        offload=() if host is None else tuple(map(host.seconds, sets)),
-        copy_contention=() if host is None else (host.contention,) * len(hops),
-    )
-
-
-def bytes_of_sets(profile: Profile, balance: Sequence[int]) -> list[int]:
-    """Of a set that F keeps, by stage."""
-    return [stage.set_bytes() for stage in _stages(profile, balance)]
-
-
-def as_measured(profile: Profile, balance: Sequence[int], measured: Costs) -> Profile:
-    """The profile with the seconds of each layer in proportion to what its stage took in a run of stages of `balance` layers."""
-    foreseen, ends = costs_of_layers(profile, balance), list(itertools.accumulate(balance))
-    layers = []
-    for number in range(profile.num_layers + profile.has_loss):
-        stage = next((stage for stage, end in enumerate(ends) if number < end), len(ends) - 1)
-        layer, scales = profile.layer(number), {}
-        for name in ("forward", "backward", "recompute"):
-            before, now = getattr(foreseen, name)[stage], getattr(measured, name)[stage]
-            scales[f"{name}_seconds"] = getattr(layer, f"{name}_seconds") * (now / before if before and now else 1.0)
-        last = layer.recompute_last_seconds * scales["recompute_seconds"] / (layer.recompute_seconds or 1.0)
-        layers.append(replace(layer, numbers=(number,), recompute_last_seconds=last, **scales))
-    return replace(profile, layers=tuple(layers), smaller=())
-
-
-def bytes_of_layers(profile: Profile) -> tuple[float, ...]:
-    """What each layer of the model adds to the set of a stage that begins before it; the last one with the loss."""
-    layers = [profile.layer(number) for number in range(profile.num_layers + profile.has_loss)]
-    borders = [left.saves_output or right.saves_input for left, right in itertools.pairwise(layers)]
-    ends = [*borders, layers[-1].saves_output]
-    own = [layer.inner_bytes + layer.output_bytes * is_saved for layer, is_saved in zip(layers, ends)]
-    if profile.has_loss:
-        own[-2:] = [own[-2] + own[-1]]
-    return tuple(map(float, own))
-
-
-def seconds_of_layers(profile: Profile) -> tuple[float, ...]:
-    """What R of each layer of the model takes; of the last one with the loss."""
-    own = [profile.layer(number).recompute_seconds for number in range(profile.num_layers + profile.has_loss)]
-    if profile.has_loss:
-        own[-2:] = [own[-2] + own[-1]]
-    return tuple(own)
 
 
 _Measured = TypeVar("_Measured", LayerProfile, OpProfile, SavedTensor)
@@ -306,92 +234,6 @@ def _between(one: _Measured, many: _Measured, share: float) -> _Measured:
         elif name in ("largest", "ops") and len(value) == len(getattr(one, name)):
             changed[name] = tuple(_between(*pair, share) for pair in zip(getattr(one, name), value))
     return replace(many, **changed)
-
-
-def _stages(profile: Profile, balance: Sequence[int], selective: Sequence[Outputs] = ()) -> list[_Stage]:
-    starts = itertools.accumulate(balance[:-1], initial=0)
-    return [_Stage(profile, range(start, start + size), selective) for start, size in zip(starts, balance)]
-
-
-class _Stage:
-    """The layers of one stage, and of the last one the loss."""
-
-    def __init__(self, profile: Profile, numbers: range, selective: Sequence[Outputs]) -> None:
-        if profile.has_loss and numbers.stop == profile.num_layers:
-            numbers = range(numbers.start, numbers.stop + 1)
-        self.layers = [profile.layer(number) for number in numbers]
-        self._is_selective = bool(selective)
-        self._kept = [
-            [
-                op
-                for op in profile.layer(number).ops
-                if any(op.is_among(one) for one in selective if one.means_layer(number))
-            ]
-            if not profile.layer(number).is_kept
-            else []
-            for number in numbers
-        ]
-
-    def seconds(self, name: str) -> float:
-        total: float = sum(getattr(layer, name) for layer in self.layers)
-        return total
-
-    def half(self, name: str, share: float) -> float:
-        """Seconds of I or W; of layers that do not tell, a `share` of B."""
-        own = ((getattr(layer, name), layer.backward_seconds) for layer in self.layers)
-        return sum(backward * share if told is None else told for told, backward in own)
-
-    def recompute_seconds(self) -> float:
-        again = [layer for layer in self.layers if not layer.is_kept]
-        if not again:
-            return 0.0
-        whole = sum(layer.recompute_seconds for layer in again[:-1]) + again[-1].recompute_last_seconds
-        spared = self.kept("seconds") - sum(op.tail_seconds for op in self._kept[-1])
-        return max(0.0, whole + self.looking_seconds() - spared)
-
-    def looking_seconds(self) -> float:
-        return max(0.0, self.seconds("selective_seconds")) if self._is_selective else 0.0
-
-    def kept(self, name: str) -> float:
-        total: float = sum(getattr(op, name) for ops in self._kept for op in ops)
-        return total
-
-    def kept_bytes(self) -> float:
-        inside, beside = self._bytes_of_kept_layers()
-        return self.kept("output_bytes") - sum(op.tail_bytes for op in self._kept[-1]) + inside + beside
-
-    def unsaved_bytes(self) -> float:
-        """Kept bytes that are in no set."""
-        saved = sum(op.border_bytes for ops, shares in zip(self._kept, self._borders()) if shares for op in ops)
-        unsaved = self.kept("unsaved_bytes") - saved - sum(op.tail_bytes for op in self._kept[-1])
-        return unsaved + self._bytes_of_kept_layers()[1]
-
-    def _bytes_of_kept_layers(self) -> tuple[int, int]:
-        """What kept layers hold of a set from F to B; and beside it: the inputs that they saved, if R computes these again, and the copy of the
-        last output with which R goes on."""
-        inside = beside = 0
-        for left, right in zip(self.layers, [*self.layers[1:], None]):
-            next_is_kept = right is not None and right.is_kept
-            is_saved = (left.is_kept and left.saves_output) or (
-                right is not None and next_is_kept and right.saves_input
-            )
-            if left.is_kept:
-                inside += left.inner_bytes + left.output_bytes * is_saved
-                beside += left.output_bytes * (not next_is_kept)
-            else:
-                beside += left.output_bytes * is_saved
-        return inside, beside
-
-    def _borders(self) -> list[bool]:
-        """Whether what leaves a layer for the next one is saved."""
-        return [left.saves_output or right.saves_input for left, right in zip(self.layers, self.layers[1:])]
-
-    def set_bytes(self) -> int:
-        """With the stage's input, saved or not: it is held for R in any case."""
-        shared = sum(layer.output_bytes for layer, is_saved in zip(self.layers, self._borders()) if is_saved)
-        first, last = self.layers[0], self.layers[-1]
-        ends = first.input_bytes + (last.output_bytes if last.saves_output else 0)
-        return sum(layer.inner_bytes for layer in self.layers) + shared + ends
 
 
 # The file --------------------------------------------------------------------------------------------------------------
@@ -412,40 +254,34 @@ def read_profile(given: str) -> Profile:
         )
     todo = "name another run"
     try:
-        found = read_object(path, todo)
-        return _profile(found)
-    except DamagedFile as error:
-        raise ValueError(f"plan.profile={given}: {error}") from error
+        return _profile(read_object(path, todo))
     except (ValueError, KeyError) as error:
-        raise ValueError(f"plan.profile={given}: {DamagedFile(path, error, todo)}") from error
+        damaged = error if isinstance(error, DamagedFile) else DamagedFile(path, error, todo)
+        raise ValueError(f"plan.profile={given}: {damaged}") from error
 
 
 def _profile(found: dict[str, Any]) -> Profile:
     if found["format_version"] not in _READ:
         raise ValueError(f"format_version {found['format_version']}, known is {_FORMAT_VERSION}")
-    layers = fitted(tuple[LayerProfile, ...], found.get("layers", []), "layers")
-    if found["costs"] is None:
-        if not layers:
-            raise ValueError("it has neither costs nor layers")
-        conditions = fitted(dict[str, Any], found["conditions"], "conditions")
-        more: dict[str, Any] = {
-            "samples": int | None,
-            "smaller": tuple[LayerProfile, ...],
-            "link": Link | None,
-            "edges": tuple[Link, ...],
-            "host": HostLink | None,
-            "device": str,
-        }
-        told = {name: fitted(kind, found[name], name) for name, kind in more.items() if name in found}
-        return Profile(conditions={current_key(key): value for key, value in conditions.items()}, layers=layers, **told)
+    given = {one.name: found[one.name] for one in fields(Profile) if one.name in found}
+    profile: Profile = fitted(Profile, {**given, "costs": None})
+    if found["costs"] is not None:
+        count = fitted(int, found["num_microbatches"], "num_microbatches")
+        return Profile(_costs(fitted(dict[str, Any], found["costs"], "costs")), count)
+    if not profile.layers:
+        raise ValueError("it has neither costs nor layers")
+    return replace(profile, conditions={current_key(key): value for key, value in profile.conditions.items()})
+
+
+def _costs(found: dict[str, Any]) -> Costs:
+    """Of a run, maybe of an older version with costs that are gone."""
     names = {field.name for field in fields(Costs)}
-    costs = {name: times for name, times in fitted(dict[str, Any], found["costs"], "costs").items() if name in names}
-    made = fitted(Costs, costs)
+    made: Costs = fitted(Costs, {name: times for name, times in found.items() if name in names})
     for one in fields(Costs):
         num, wanted = len(getattr(made, one.name)), made.num_stages - one.name.startswith(("hop_", "copy_contention"))
         if num != wanted and (num or one.default != ()):
             raise ValueError(f"{one.name} has {num} entries, for {made.num_stages} stages")
-    return Profile(made, fitted(int, found["num_microbatches"], "num_microbatches"))
+    return made
 
 
 def check_profile(given: str, profile: Profile, num_stages: int, num_microbatches: int) -> None:

@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pipetrain.plan.balance import balance_by_work, balance_evenly, cut_by_work
+from pipetrain.plan.balance import balance_by_work, balance_evenly, cut_by_work, moved
 from pipetrain.plan.footprint import Holdings
-from pipetrain.plan.profile import Profile, bytes_of_layers, seconds_of_layers
+from pipetrain.plan.plan import Plan
+from pipetrain.plan.profile import Profile
+from pipetrain.plan.stage_costs import bytes_of_layers, seconds_of_layers
 from pipetrain.schedule.families import ALWAYS_SPLIT, AUTO
 from pipetrain.schedule.placement import stage_ranks_of
 from pipetrain.schedule.policy import LAYERS, LastStage, Mode, Offload, Outputs, RecomputePolicy
@@ -23,6 +25,7 @@ _ONE_PER_RANK = (AUTO, "1f1b", "gpipe", "zb-h1")
 _MORE_PER_RANK = (("interleaved", 8), ("interleaved", 4), ("interleaved", 2), ("zbv", 2))
 _SHAPES = (1.0, 2.0, math.inf)  # microbatches in flight per later stage: as 1F1B, twice that, as GPipe
 _SEGMENTS = (1, 2, LAYERS)
+_F_AND_B = ("forward", "backward")
 _WORDS = ("attention", "matmul")
 _ALL_BALANCES, _ALL_OF_FAMILIES = 64, 24  # up to so many balances, all are starts: of `auto`, of named families
 _MOST_MICROBATCHES = 256
@@ -30,10 +33,10 @@ _MANY_LAYOUTS = 24
 _MOST_ALONE = 8  # stages
 _FEW_STAGES = 4
 _FEW_SETS = (1, 2, 3, 4)  # of a stage whose other sets go to host memory
-# Keys that plan sets, unless they were typed.
+# Keys that plan sets, unless they were typed. A choice has an attribute for each.
 KEYS = (
-    *("pipeline.num_stages", "pipeline.stages_per_rank", "pipeline.schedule", "pipeline.num_microbatches"),
-    *("pipeline.balance", "pipeline.split_backward", "pipeline.placement", "parallel.num_replicas"),
+    *("parallel.num_replicas", "pipeline.schedule", "pipeline.num_stages", "pipeline.stages_per_rank"),
+    *("pipeline.placement", "pipeline.split_backward", "pipeline.balance", "pipeline.num_microbatches"),
     *("recompute.mode", "recompute.sets", "recompute.segments", "recompute.selective", "recompute.stash"),
     "recompute.offload",
 )
@@ -63,8 +66,8 @@ class PlanProblem:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to train. `slots` (of activations, each for a set or a part of one), `limits` (microbatches in flight) and `balance` have an
-    entry per stage. Only `auto` has limits, and a preference between F and R."""
+    """One way to train. `slots` (of activations, each for a set or a part of one), `stash` (microbatches in flight) and `balance` have an
+    entry per stage. Only `auto` has a stash, and a preference between F and R."""
 
     num_replicas: int
     num_ranks: int
@@ -75,23 +78,36 @@ class Choice:
     segments: int | str
     selective: tuple[Outputs, ...]
     slots: tuple[int, ...] | None
-    limits: tuple[int, ...] | None
-    split: bool = False
+    stash: tuple[int, ...] | None
+    split_backward: bool = False
     prefers: Prefers = Prefers.F
     offload: Offload = Offload.NONE
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """The values of `KEYS`."""
+        return {key: getattr(self, key.partition(".")[2]) for key in KEYS}
 
     @property
     def num_stages(self) -> int:
         return len(self.balance)
 
     @property
+    def stages_per_rank(self) -> int:
+        return self.num_stages // self.num_ranks
+
+    @property
+    def placement(self) -> str:
+        return "v" if self.schedule == "zbv" else "loop"
+
+    @property
     def stage_ranks(self) -> tuple[int, ...]:
-        return stage_ranks_of("v" if self.schedule == "zbv" else "loop", self.num_stages, self.num_ranks)
+        return stage_ranks_of(self.placement, self.num_stages, self.num_ranks)
 
     @property
     def in_flight(self) -> tuple[int, ...]:
         """The most microbatches in flight per stage."""
-        return self.limits or (self.num_microbatches,) * self.num_stages
+        return self.stash or (self.num_microbatches,) * self.num_stages
 
     def parts(self, stage: int) -> int:
         """In how many parts a stage is recomputed."""
@@ -118,7 +134,7 @@ class Choice:
             problem.policy,
             mode=self.mode,
             sets=sets,
-            stash=problem.policy.stash if self.limits is None else self.limits,
+            stash=problem.policy.stash if self.stash is None else self.stash,
             segments=self.segments,
             selective=self.selective,
             offload=self.offload,
@@ -131,19 +147,15 @@ class Choice:
 
     def spec(self, problem: PlanProblem, policy: RecomputePolicy) -> ScheduleSpec:
         """What a run makes from this choice's keys."""
-        ends = list(itertools.accumulate(self.balance))
-        pairs = {
-            tuple(sorted(next(stage for stage, end in enumerate(ends) if layer < end) for layer in pair))
-            for pair in problem.holdings.tied
-        }
+        plan = Plan(self.balance, self.stage_ranks, self.num_microbatches)
         return ScheduleSpec(
             family=self.schedule,
-            stage_ranks=self.stage_ranks,
+            stage_ranks=plan.stage_ranks,
             num_microbatches=self.num_microbatches,
             policy=policy,
             transport_ahead=problem.holdings.prefetch,
-            split_backward=self.split,
-            tied=tuple(sorted(((low, high) for low, high in pairs if low != high), reverse=True)),
+            split_backward=self.split_backward,
+            tied=plan.tied_stages(problem.holdings.tied),
             num_replicas=self.num_replicas,
         )
 
@@ -176,7 +188,7 @@ def promising_layouts(problem: PlanProblem) -> list[tuple[int, int, int]]:
         return layouts
     found: dict[int, list[tuple[float, tuple[int, int, int]]]] = {}
     for replicas, ranks, microbatches in layouts:
-        seconds = sum(_work_of_layers(problem.profile.at(-(-problem.batch // (replicas * microbatches)))))
+        seconds = sum(seconds_of_layers(problem.profile.at(-(-problem.batch // (replicas * microbatches))), *_F_AND_B))
         found.setdefault(ranks, []).append(((microbatches / ranks + 1) * seconds, (replicas, ranks, microbatches)))
     return [layout for rows in found.values() for _, layout in sorted(rows)[:2]]
 
@@ -195,12 +207,9 @@ def starts_of(problem: PlanProblem, layout: tuple[int, int, int]) -> Iterator[Ch
         for mode, segments, selective in ways:
             for balance in _balances(problem, stages, mode, coarse=is_coarse):
                 for split in _splits(problem, schedule, segments):
-                    recomputed = mode, segments, selective
+                    start = Choice(*layout, schedule, balance, mode, segments, selective, None, None, split)
                     offload = Offload(held.get("recompute.offload", "none"))
-                    start = Choice(
-                        *layout, schedule, balance, *recomputed, slots=None, limits=None, split=split, offload=offload
-                    )
-                    yield from _with_limits(problem, start)
+                    yield from _with_limits(problem, replace(start, offload=offload))
 
 
 def _with_limits(problem: PlanProblem, start: Choice) -> Iterator[Choice]:
@@ -210,19 +219,19 @@ def _with_limits(problem: PlanProblem, start: Choice) -> Iterator[Choice]:
         limits = list(dict.fromkeys(limits_of(problem, start, shape) for shape in _SHAPES))
     for own in limits:
         if start.mode is Mode.NEVER or "recompute.sets" in problem.held:
-            yield replace(start, limits=own)
+            yield replace(start, stash=own)
             continue
         few = start.schedule != AUTO and "pipeline.schedule" not in problem.held
         more = () if start.num_stages <= _MOST_ALONE else (8, 16)
         for sets in dict.fromkeys((1,) if few else (1, 2, 4, *more, most)):
-            yield _fitting(replace(start, limits=own, slots=tuple(sets * start.parts(stage) for stage in stages)))
+            yield _fitting(replace(start, stash=own, slots=tuple(sets * start.parts(stage) for stage in stages)))
         if any(start.parts(stage) > 1 for stage in stages):
-            yield replace(start, limits=own, slots=(1,) * start.num_stages)
+            yield replace(start, stash=own, slots=(1,) * start.num_stages)
         if start.schedule == AUTO and start.num_stages <= _FEW_STAGES:
             # A stage that keeps all its sets has no proof of R in memory: with some such stages a plan may be smaller than with all or none.
             for some in itertools.product((1, most), repeat=start.num_stages):
                 slots = tuple(one * start.parts(stage) for stage, one in enumerate(some))
-                yield _fitting(replace(start, limits=own, slots=slots))
+                yield _fitting(replace(start, stash=own, slots=slots))
 
 
 def limits_of(problem: PlanProblem, choice: Choice, shape: float) -> tuple[int, ...]:
@@ -239,30 +248,31 @@ def neighbours(problem: PlanProblem, choice: Choice) -> Iterator[Choice]:
     """Choices that differ in one respect. Many stages change together: one by one they would take all the work."""
     held, alone = problem.held, choice.num_stages <= _MOST_ALONE
     if "pipeline.balance" not in held and alone:
-        for balance in _moved(choice.balance):
+        for balance in moved(choice.balance, 1, far=choice.num_stages <= _FEW_STAGES):
             yield _fitting(replace(choice, balance=balance))
     if choice.slots is not None and (choice.schedule == AUTO or "pipeline.schedule" in held):
         for more in () if alone else (2, 1.5):
             yield _fitting(replace(choice, slots=tuple(math.ceil(more * slots) for slots in choice.slots)))
-        for change in (1, -1):
-            yield from _with_slots(choice, [slots + change for slots in choice.slots])
-            for stage, slots in enumerate(choice.slots) if alone else ():
-                yield from _with_slots(choice, [*choice.slots[:stage], slots + change, *choice.slots[stage + 1 :]])
-    if choice.limits is not None:
+        every = range(choice.num_stages)
+        for change, stages in itertools.product((1, -1), (every, *((stage,) for stage in every if alone))):
+            slots = tuple(own + change * (stage in stages) for stage, own in enumerate(choice.slots))
+            if min(slots) >= 1 and (found := _fitting(replace(choice, slots=slots))).slots == slots:
+                yield found
+    if choice.stash is not None:
         for shape in _SHAPES:
-            yield _fitting(replace(choice, limits=limits_of(problem, choice, shape)))
-        for stage, limit in enumerate(choice.limits[:-1]) if alone else ():
+            yield _fitting(replace(choice, stash=limits_of(problem, choice, shape)))
+        for stage, limit in enumerate(choice.stash[:-1]) if alone else ():
             least, most = choice.num_stages - stage, problem.policy.stash_of(stage) or choice.num_microbatches
             for number in {limit + 1, limit - 1} & {*range(min(least, choice.num_microbatches), most + 1)}:
-                limits = (*choice.limits[:stage], number, *choice.limits[stage + 1 :])
-                yield _fitting(replace(choice, limits=limits))
+                limits = (*choice.stash[:stage], number, *choice.stash[stage + 1 :])
+                yield _fitting(replace(choice, stash=limits))
         if choice.mode in (Mode.EARLY, Mode.OVERLAP):
             yield from (replace(choice, prefers=one) for one in Prefers if one is not choice.prefers)
 
 
 def to_host(problem: PlanProblem, choice: Choice) -> Iterator[Choice]:
     """The choice with copies of sets to host memory, where their time is known: in its slots, and in a few of each stage."""
-    held, limits = problem.held, choice.limits
+    held, limits = problem.held, choice.stash
     if problem.profile.host is None or "recompute.offload" in held or choice.segments != 1 or limits is None:
         return
     copying = replace(choice, offload=Offload.AUTO)
@@ -276,30 +286,12 @@ def to_host(problem: PlanProblem, choice: Choice) -> Iterator[Choice]:
             yield _fitting(replace(copying, slots=slots))
 
 
-def _with_slots(choice: Choice, slots: Sequence[int]) -> Iterator[Choice]:
-    if min(slots) >= 1:
-        found = _fitting(replace(choice, slots=tuple(slots)))
-        if found.slots == tuple(slots):
-            yield found
-
-
 def _fitting(choice: Choice) -> Choice:
     """With no more slots than its stages can use."""
     if choice.slots is None:
         return choice
     slots = (max(1, min(own, choice.in_flight[stage] * choice.parts(stage))) for stage, own in enumerate(choice.slots))
     return replace(choice, slots=tuple(slots))
-
-
-def _moved(balance: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """One layer from a stage to another; with many stages to its neighbour alone."""
-    far = len(balance) <= _FEW_STAGES
-    for giver, taker in itertools.permutations(range(len(balance)), 2):
-        if balance[giver] > 1 and (far or abs(giver - taker) == 1):
-            counts = list(balance)
-            counts[giver] -= 1
-            counts[taker] += 1
-            yield tuple(counts)
 
 
 def _schedules(problem: PlanProblem) -> list[tuple[str, int]]:
@@ -358,7 +350,7 @@ def plain_balances(
 ) -> list[tuple[int, ...]]:
     """Equal numbers of layers, and stages that take equally long, each of which recomputes such a share of its microbatches."""
     profile = problem.profile
-    seconds, again = _work_of_layers(profile), seconds_of_layers(profile)
+    seconds, again = seconds_of_layers(profile, *_F_AND_B), seconds_of_layers(profile)
     found = [lean_balance(seconds, tuple(share * one for one in again), stages) for share in shares]
     return list(dict.fromkeys([balance_evenly(profile.num_layers, stages), *found]))
 
@@ -378,13 +370,6 @@ def lean_balance(seconds: tuple[float, ...], again: tuple[float, ...], stages: i
         most = max(own, *(sums[end] - sums[start] for start, end in ends))
         best = min(best, (most, (*before, last)))
     return best[1]
-
-
-def _work_of_layers(profile: Profile) -> tuple[float, ...]:
-    """Seconds of F and B of each layer; of the last one with the loss."""
-    every = [profile.layer(number) for number in range(profile.num_layers + profile.has_loss)]
-    own = [layer.forward_seconds + layer.backward_seconds for layer in every]
-    return (*own[:-2], own[-2] + own[-1]) if profile.has_loss else tuple(own)
 
 
 def _divisors(number: int) -> tuple[int, ...]:

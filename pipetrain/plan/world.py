@@ -43,7 +43,8 @@ def world_of(
     if replicas == 1:  # `place_stages` says what does not fit
         return World(1, num_ranks or wanted or there_are or max(cluster.num_nodes, _DEFAULT_RANKS))
     if wanted is None:
-        return World(replicas, _share_of_each(replicas, there_are, cluster.num_nodes))
+        least = max(-(-cluster.num_nodes // replicas), _DEFAULT_RANKS)
+        return World(replicas, least if there_are is None else grid_of(there_are, replicas).stage)
     if num_ranks not in (None, replicas * wanted):
         raise ValueError(_does_not_fit(pipeline, replicas, num_ranks or 0, wanted))
     return World(replicas, wanted)
@@ -75,13 +76,6 @@ def _as_many_as_fit(pipeline: PipelineConfig, there_are: int | None, wanted: int
             f"{_nearest_multiples(there_are, wanted)} ranks, or set pipeline.num_stages"
         )
     return there_are // wanted
-
-
-def _share_of_each(replicas: int, there_are: int | None, num_nodes: int) -> int:
-    """The ranks of one replica, if no key gives the number of its stages."""
-    if there_are is None:
-        return max(-(-num_nodes // replicas), _DEFAULT_RANKS)
-    return grid_of(there_are, replicas).stage
 
 
 def _does_not_fit(pipeline: PipelineConfig, replicas: int, num_ranks: int, wanted: int) -> str:

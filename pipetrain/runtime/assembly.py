@@ -18,7 +18,7 @@ from pipetrain.comm.group import Group
 from pipetrain.comm.lanes import Lanes
 from pipetrain.models.sharing import SharedState
 from pipetrain.models.spec import ModelSpec, check_built, check_sharing, name_in
-from pipetrain.plan.plan import Plan, plan_of
+from pipetrain.plan.plan import Plan, given_plan, make_plan
 from pipetrain.runtime.arguments import check_loss_is_local
 from pipetrain.runtime.call_programs import GivenSchedule, Programs, with_shortest_step
 from pipetrain.runtime.copies import Copies, make_one
@@ -54,11 +54,11 @@ class Assembly:
     ) -> Plan:
         """Return the given plan, or one made from `numbers`. With the balance `auto`, the plan gets the balance with the shortest simulated
         step, unless stages would then share more parameters, buffers or modules."""
-        grid, work = self.group.grid, self.spec.size.flops_per_layer
+        grid, work, num_layers = self.group.grid, self.spec.size.flops_per_layer, self.spec.num_layers
         numbers |= {"num_ranks": grid.stage, "num_replicas": grid.replica, "order": grid.order, "balance": balance}
-        made = plan_of(plan, self.spec.num_layers, work=work, **numbers)
+        made = make_plan(num_layers, work=work, **numbers) if plan is None else given_plan(plan, num_layers, **numbers)
         if plan is None and balance == "auto" and min(made.balance) < policy.least_layers:
-            made = plan_of(None, self.spec.num_layers, work=None, **numbers)
+            made = make_plan(num_layers, **numbers)
         self.group.names.tell_stages(made.stage_ranks)
         policy.check_layers(made.num_layers)
         if plan is not None or balance != "auto":

@@ -30,17 +30,8 @@ from pipetrain.plan.balance import balance_by_step, balance_told, costs_by_work,
 from pipetrain.plan.footprint import Footprint, Holdings
 from pipetrain.plan.mesh import Holds, Mesh, NumberBytes, mesh_of
 from pipetrain.plan.plan import Plan, make_plan, place_stages
-from pipetrain.plan.planner import with_sums
-from pipetrain.plan.profile import (
-    PROFILE,
-    Profile,
-    bytes_of_layers,
-    check_conditions,
-    check_profile,
-    costs_of_layers,
-    read_profile,
-    seconds_of_layers,
-)
+from pipetrain.plan.profile import PROFILE, Profile, check_conditions, check_profile, read_profile
+from pipetrain.plan.stage_costs import bytes_of_layers, costs_of_layers, seconds_of_layers
 from pipetrain.plan.world import world_of
 from pipetrain.schedule.check import check, check_calls
 from pipetrain.schedule.costs import Costs
@@ -331,7 +322,7 @@ def _costs(config: RunConfig, num_stages: int, work: Sequence[float] | None = No
         selective = () if policy.mode is Mode.NEVER else policy.selective
         replicas = config.parallel.num_replicas
         assert isinstance(replicas, int)
-        return lambda balance: with_sums(costs_of_layers(profile, balance, selective), profile, balance, replicas)
+        return lambda balance: costs_of_layers(profile, balance, selective, replicas)
     mean = Costs.spread(
         num_stages,
         forward=cost.forward_seconds,

@@ -12,9 +12,9 @@ MUTANTS = (
     ),
     Mutant(
         "an offloaded set leaves nothing on the device",
-        "pipetrain/plan/footprint.py",
-        "part.full_if_kept - part.staying)",
-        "part.full_if_kept)",
+        "pipetrain/plan/stage_costs.py",
+        "self.full_if_kept - sum(one.staying_bytes for one in self.layers))",
+        "self.full_if_kept)",
         ("tests/plan/test_plans_with_copies.py", "-k", "small_storages"),
     ),
     Mutant(
@@ -48,7 +48,7 @@ MUTANTS = (
     Mutant(
         "a slower plan of as many bytes is on the frontier",
         "pipetrain/plan/planner.py",
-        "if not found or entry[0] * _SAME < found[-1][0]:",
+        "if not found or one.step_seconds * _SAME < found[-1].step_seconds:",
         "if True:",
         ("tests/plan/test_planner.py", "-k", "nothing_beats"),
     ),
@@ -69,8 +69,8 @@ MUTANTS = (
     Mutant(
         "a planned run may have more microbatches in flight than were counted",
         "pipetrain/plan/planner.py",
-        '"recompute.stash": choice.limits,',
-        '"recompute.stash": None,',
+        'words["recompute.selective"] = words["recompute.selective"] or None',
+        'words["recompute.selective"] = words["recompute.stash"] = None',
         ("tests/plan/test_planner.py", "-k", "keys_bound"),
     ),
     Mutant(
@@ -258,8 +258,8 @@ MUTANTS = (
     Mutant(
         "what joins replicas never crosses nodes",
         "pipetrain/plan/mesh.py",
-        "crosses = len({self._node(rank) for rank in ranks}) > 1",
-        "crosses = False",
+        "yield ReduceGroup(ranks, self.plan.stages_of(place), sent, self._cross_nodes(ranks))",
+        "yield ReduceGroup(ranks, self.plan.stages_of(place), sent, False)",
         ("tests/plan/test_mesh.py", "-k", "crosses"),
     ),
     Mutant(
@@ -292,7 +292,7 @@ MUTANTS = (
     ),
     Mutant(
         "a border between layers is in no part",
-        "pipetrain/plan/profile.py",
+        "pipetrain/plan/stage_costs.py",
         "layer.inner_bytes + layer.output_bytes * is_saved for",
         "layer.inner_bytes for",
         ("tests/plan/test_layer_profile.py", "-k", "equal_bytes"),
@@ -390,14 +390,14 @@ MUTANTS = (
     ),
     Mutant(
         "a plan counts no layer that no R runs",
-        "pipetrain/plan/profile.py",
+        "pipetrain/plan/stage_costs.py",
         "inside += left.inner_bytes",
         "inside += 0",
         ("tests/plan/test_layer_profile.py", "-k", "no_r_runs"),
     ),
     Mutant(
         "R goes on after a kept layer without a copy, in a plan",
-        "pipetrain/plan/profile.py",
+        "pipetrain/plan/stage_costs.py",
         "beside += left.output_bytes * (not next_is_kept)",
         "beside += 0",
         ("tests/plan/test_layer_profile.py", "-k", "no_r_runs"),

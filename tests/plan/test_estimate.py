@@ -3,15 +3,16 @@
 import itertools
 
 import pytest
-from decoders import LLAMA_8B, LLAMA_70B, LLAMA_405B, llama, profile_of_405b
+from decoders import LLAMA_8B, LLAMA_70B, LLAMA_405B, llama, profile_of
 
 from pipetrain.models.hf.hf_size import HfShape, hf_size_of
 from pipetrain.plan.cluster import parse_cluster
 from pipetrain.plan.estimate import Estimator
 from pipetrain.plan.footprint import Holdings
 from pipetrain.plan.foreign import PEERS, Option, Pricing, layer_groups
-from pipetrain.plan.profile import LayerProfile, Profile, costs_of_layers
+from pipetrain.plan.profile import LayerProfile, Profile
 from pipetrain.plan.space import PlanProblem
+from pipetrain.plan.stage_costs import costs_of_layers
 from pipetrain.schedule.make import make
 from pipetrain.schedule.simulate import simulate
 
@@ -43,7 +44,7 @@ FITTED = [
 def test_efficiencies_are_fitted_to_what_was_measured(
     sizes: HfShape, cluster: str, tensor: int, float8: bool, recompute: float, measured: int
 ) -> None:
-    profile = Estimator(sizes, parse_cluster(cluster), 8192, tensor, "bf16-mixed", float8).profile()
+    profile = profile_of(sizes, cluster, tensor, float8=float8)
     assert 1 / seconds_per_token(profile, recompute=recompute) / tensor == pytest.approx(measured, rel=0.08)
 
 
@@ -57,7 +58,7 @@ def titan_plan(order: str, per_rank: int) -> tuple[float, float]:
     option = Option(order, order, 8, 8, 8, balance, "", "", layer_groups(balance, 1))
     held = {"parallel.num_replicas": 8, "pipeline.num_microbatches": 8}
     holdings = Holdings(casts=True, on_cuda=True)
-    profile = profile_of_405b(GRAND_TETON, float8=True)
+    profile = profile_of(LLAMA_405B, GRAND_TETON, 8, float8=True)
     pricing = Pricing(PlanProblem(profile, 256, 64, 8, 8, held=held, holdings=holdings), PEERS["torchtitan"])
     schedule = make(pricing.spec(option))
     seconds = simulate(schedule, pricing.costs(option)).step_seconds
@@ -82,7 +83,7 @@ def test_405b_on_512_h100_by_torchtitan() -> None:
 def llama_mfu(nodes: int, replicas: int, microbatches: int) -> float:
     """Of 16 ranks x 8 stages of one layer, embedding and head among them, x 8 tensor ranks: interleaved, no recomputation."""
     option = Option("interleaved", "", replicas, 16, microbatches, (1,) * 128, "", "", ((),) * 128)
-    profile = profile_of_405b(f"{nodes}x8xh100-80gb+nvlink+ib400")
+    profile = profile_of(LLAMA_405B, f"{nodes}x8xh100-80gb+nvlink+ib400", 8)
     pricing = Pricing(
         PlanProblem(profile, replicas * microbatches, 16 * replicas, microbatches, replicas), PEERS["megatron"]
     )

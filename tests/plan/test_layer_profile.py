@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pipetrain.cli.profile_command import advice_of
 from pipetrain.config.load import load_config
 from pipetrain.plan.balance import cut_by_work
 from pipetrain.plan.profile import (
@@ -15,13 +16,10 @@ from pipetrain.plan.profile import (
     OpProfile,
     Profile,
     SavedTensor,
-    bytes_of_layers,
-    bytes_of_sets,
     check_conditions,
-    costs_of_layers,
     read_profile,
 )
-from pipetrain.plan.worth_keeping import advice_of
+from pipetrain.plan.stage_costs import bytes_of_layers, costs_of_layers, stages_of
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.policy import Outputs, RecomputePolicy
 from pipetrain.trainer.prepare import conditions_of, predict, prepare, profile_of
@@ -194,6 +192,6 @@ def test_layers_that_no_r_runs_stay(entries: list[str], recompute: tuple[float, 
     profile = PROFILE_OF_FOUR.keeping(entries)
     costs = costs_of_layers(profile, [2, 2])
     assert (costs.recompute, costs.kept_bytes) == (recompute, kept)
-    assert bytes_of_sets(profile, [2, 2]) == bytes_of_sets(PROFILE_OF_FOUR, [2, 2])
+    assert [one.own for one in stages_of(profile, [2, 2])] == [one.own for one in stages_of(PROFILE_OF_FOUR, [2, 2])]
     assert profile.num_layers == 4
     assert PROFILE_OF_FOUR.keeping([]) is PROFILE_OF_FOUR

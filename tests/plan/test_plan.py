@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipetrain.plan.plan import Plan, make_plan, plan_of
+from pipetrain.plan.plan import Plan, given_plan, make_plan
 
 PLACED: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "loop": ({"num_ranks": 2, "stages_per_rank": 2}, (0, 1, 0, 1)),
@@ -53,15 +53,14 @@ def test_what_does_not_fit(arguments: dict[str, Any], message: str) -> None:
 GIVEN = Plan(balance=(1, 2, 2, 1), stage_ranks=(0, 1, 1, 0), num_microbatches=4)
 
 
-def used(plan: Plan | None, **said: Any) -> Plan:
+def used(plan: Plan, **said: Any) -> Plan:
     usual: dict[str, Any] = {"num_ranks": 2, "num_stages": None, "stages_per_rank": 1, "num_microbatches": 8}
-    return plan_of(plan, said.pop("num_layers", 6), **{**usual, "balance": "auto", **said})
+    return given_plan(plan, said.pop("num_layers", 6), **{**usual, "balance": "auto", **said})
 
 
 def test_a_given_plan_is_used_as_it_is() -> None:
     assert used(GIVEN) is GIVEN
     assert used(GIVEN, num_stages=4, stages_per_rank=2, num_microbatches=4, balance=[1, 2, 2, 1]) is GIVEN
-    assert used(None) == make_plan(6, num_ranks=2)
 
 
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [

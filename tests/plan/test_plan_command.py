@@ -11,7 +11,8 @@ from random_plans import layer, random_profile
 
 from pipetrain.cli.main import main
 from pipetrain.config.load import load_config
-from pipetrain.plan.profile import PROFILE, Profile, costs_of_layers
+from pipetrain.plan.profile import PROFILE, Profile
+from pipetrain.plan.stage_costs import costs_of_layers
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.simulate import simulate
 from pipetrain.trainer.prepare import conditions_of, prepare, profile_of

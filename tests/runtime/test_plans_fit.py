@@ -110,14 +110,14 @@ def test_a_plan_that_fits_stays_within_its_budget(seed: int) -> None:
     peaks = sorted(one.peak_bytes for one in plans.plans)
     budget = peaks[0] + int(chance.random() * (peaks[-1] - peaks[0]))
     plan = plans.within(budget)[0]
-    first = plan.candidate
-    found = run_ranks(first.num_ranks, measured, case, plan.schedule, first.balance)
+    memory, foreseen = plan.memory(), plan.peak_activation_bytes
+    found = run_ranks(len(memory), measured, case, plan.schedule, plan.choice.balance)
     for rank, (weights, gradients, activations) in enumerate(found):
-        said = f"rank {rank} of {first.overrides}: {activations} bytes, foreseen {first.peak_activation_bytes[rank]}, {first.memory[rank]}"
-        lines = first.memory[rank]
+        said = f"rank {rank} of {plan.overrides}: {activations} bytes, foreseen {foreseen[rank]}, {memory[rank]}"
+        lines = memory[rank]
         assert (lines.weights, lines.gradients, lines.optimizer_state) == (weights, gradients, 2 * weights), said
         assert weights + gradients + 2 * weights + activations <= budget, said
-        assert abs(first.peak_activation_bytes[rank] - activations) <= MOST_OFF * activations, said
+        assert abs(foreseen[rank] - activations) <= MOST_OFF * activations, said
 
 
 @pytest.mark.slow
@@ -131,12 +131,12 @@ def test_a_plan_with_copies_fits_too(seed: int) -> None:
     quick = HostLink(1e12, 1e12, 1e12)
     plans = make_plans(dataclasses.replace(problem, profile=dataclasses.replace(problem.profile, host=quick)))
     plan = min((one for one in plans.plans if one.schedule.offloaded), key=lambda one: one.peak_bytes)
-    first = plan.candidate
-    found = run_ranks(2, measured, case, plan.schedule, first.balance)
+    foreseen = plan.peak_activation_bytes
+    found = run_ranks(2, measured, case, plan.schedule, plan.choice.balance)
     for rank, (weights, gradients, activations) in enumerate(found):
-        said = f"rank {rank}: {activations} bytes, foreseen {first.peak_activation_bytes[rank]}, {first.memory[rank]}"
+        said = f"rank {rank}: {activations} bytes, foreseen {foreseen[rank]}, {plan.memory()[rank]}"
         assert 3 * weights + gradients + activations <= plan.peak_bytes, said
-        assert abs(first.peak_activation_bytes[rank] - activations) <= MOST_OFF * activations, said
+        assert abs(foreseen[rank] - activations) <= MOST_OFF * activations, said
 
 
 # What the process grows by ----------------------------------------------------------------------------------------------
@@ -177,6 +177,6 @@ def test_a_process_grows_by_what_its_plan_says(seed: int) -> None:
     held = {"pipeline.stages_per_rank": 1, "pipeline.balance": (even, even), "recompute.segments": 1}
     plan = random.Random(seed).choice(make_plans(case.problem(proves=False, **held)).plans)
     found = run_ranks(2, grown, case, plan.schedule, plan.choice.balance)
-    for (largest, most), foreseen in zip(found, plan.candidate.peak_activation_bytes):
-        assert largest >= 200e6, plan.candidate
-        assert abs(most / foreseen - 1) <= MOST_OFF_GROWN, f"{most} bytes, foreseen {foreseen}, {plan.candidate}"
+    for (largest, most), foreseen in zip(found, plan.peak_activation_bytes):
+        assert largest >= 200e6, plan.overrides
+        assert abs(most / foreseen - 1) <= MOST_OFF_GROWN, f"{most} bytes, foreseen {foreseen}, {plan.overrides}"

@@ -18,7 +18,8 @@ from pipetrain.config.records import ModelConfig
 from pipetrain.models.spec import ModelSpec, spec_of
 from pipetrain.models.transformer import transformer_spec
 from pipetrain.plan.footprint import Footprint, Holdings
-from pipetrain.plan.profile import Profile, costs_of_layers, read_profile
+from pipetrain.plan.profile import Profile, read_profile
+from pipetrain.plan.stage_costs import costs_of_layers
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.profiling import profile_layers
 from pipetrain.schedule.policy import RecomputePolicy
