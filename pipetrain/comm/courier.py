@@ -44,11 +44,6 @@ class Courier:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    @property
-    def peer(self) -> str:
-        """The rank at the other end, in messages."""
-        return self._peer if isinstance(self._peer, str) else self._peer()
-
     def submit(self, what: str, job: Job) -> None:
         self._num_given += 1
         self._jobs.put((what, job))
@@ -74,7 +69,7 @@ class Courier:
                 self._num_ended += 1
                 self._monitor.done(publish)
             except Exception as error:
-                self._monitor.lost(what, self.peer, error)
+                self._monitor.lost(what, self._peer if isinstance(self._peer, str) else self._peer(), error)
                 return
             del item, job, publish
 
@@ -105,18 +100,9 @@ class Pair(Protocol):
     def allreduce(self, tensors: list[Tensor], options: AllreduceOptions, /) -> Work: ...
 
 
-def make_pair(store: Store, name: str, place: int, peer: str, monitor: Monitor) -> Pair:
-    """A communicator with `peer`. `name` is unique and the same on both ranks; `place` is 0 on one and 1 on the other.
-
-    Raises:
-        PipelineError: the other rank did not come within the time-out of `monitor`, or is gone.
-    """
-    return make_ring(store, name, place, 2, peer, monitor)
-
-
-def make_ring(store: Store, name: str, place: int, num_ranks: int, peer: str, monitor: Monitor) -> Pair:
-    """A communicator of `num_ranks` ranks for sums: each connects to those before and after it alone. `name` is unique and the same on
-    all; `place` counts from 0; `peer` says who the others are.
+def make_pair(store: Store, name: str, place: int, peer: str, monitor: Monitor, num_ranks: int = 2) -> Pair:
+    """A communicator with `peer`; or of more ranks for sums, where each connects to those before and after it alone. `name` is unique and
+    the same on all; `place` counts from 0; `peer` says who the others are.
 
     Raises:
         PipelineError: another rank did not come within the time-out of `monitor`, or is gone.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, Store
 
-from pipetrain.comm.courier import FOREVER, Courier, Pair, Transfer, break_off, finish, make_pair, make_ring
+from pipetrain.comm.courier import FOREVER, Courier, Pair, Transfer, break_off, finish, make_pair
 from pipetrain.comm.ends import Arrived, Ended, MakeBuffers
 from pipetrain.comm.failure import Monitor
 from pipetrain.comm.forms import Form, flat_bytes
@@ -27,34 +27,8 @@ _SETTLE_SECONDS = 0.5
 _PATIENCE_SECONDS = 0.05
 
 
-class GlooEdges:
-    """Makes the ends of the stage edges of one rank; `store` is that of its replica, `of_all` that of all ranks."""
-
-    def __init__(self, store: Store, lanes: Lanes, monitor: Monitor, of_all: Store | None = None) -> None:
-        self._store = store
-        self._of_all = store if of_all is None else of_all
-        self._lanes = lanes
-        self._monitor = monitor
-        self._reduces: _Reduces | None = None
-
-    def inbound(self, edge: int, direction: str, place: int, peer: str) -> GlooEnd:
-        pair = make_pair(self._store, f"edge/{edge}/{direction}", place, peer, self._monitor)
-        return GlooEnd(pair, 1 - place, peer, self._lanes, self._monitor)
-
-    outbound = inbound
-
-    def reducer(self, ranks: tuple[int, ...], place: int, peer: str) -> GlooReducer:
-        name = f"reduce/{'/'.join(map(str, ranks))}"
-        ring = make_ring(self._of_all, name, place, len(ranks), peer, self._monitor)
-        if self._reduces is None:
-            self._reduces = _Reduces(self._monitor)
-        sides = sorted({(place - 1) % len(ranks), (place + 1) % len(ranks)})
-        others = {other: self._monitor.named(ranks[other]) for other in sides}
-        return GlooReducer(ring, others, peer, self._reduces, self._lanes)
-
-
 class GlooEnd:
-    """Either end of one stage edge and direction: `ends.Inbound`, `ends.Outbound`."""
+    """Either end of one stage edge and direction: `ends.MessageEnd`."""
 
     reads_later = False
 
@@ -112,24 +86,19 @@ class GlooEnd:
         break_off(self._pair, self._other)
 
 
-class _Reduces:
-    """The one thread on which a rank sums gradients, so that sums end in the lane's order. `lost` is who was lost."""
-
-    def __init__(self, monitor: Monitor) -> None:
-        self.lost = "another rank"
-        self.courier = Courier("reduce", lambda: self.lost, monitor)
-
-
 class GlooReducer:
     """One end of several ranks that add up gradients, in a ring: `ends.Reducer`. `others` are the two at its sides, by place, or the one."""
 
-    def __init__(self, ring: Pair, others: Mapping[int, str], peer: str, reduces: _Reduces, lanes: Lanes) -> None:
+    def __init__(
+        self, ring: Pair, others: Mapping[int, str], peer: str, courier: Courier, lanes: Lanes, monitor: Monitor
+    ) -> None:
         self.peer = peer
         self._ring = ring
         self._others = others
-        self._reduces = reduces
+        self._courier = courier
         self._lanes = lanes
-        self.close = reduces.courier.close
+        self._monitor = monitor
+        self.close = courier.close
         self._options = AllreduceOptions()
         self._options.timeout = FOREVER
 
@@ -149,14 +118,14 @@ class GlooReducer:
             try:
                 for tensor in tensors:
                     finish(self._ring.allreduce([tensor], self._options))
-            except RuntimeError:
-                self._reduces.lost = " or ".join(self._find_lost())
+            except RuntimeError as error:
+                self._monitor.lost(str(op), " or ".join(self._find_lost()), error)
                 raise
             settle()
             self._lanes.record(Lane.REDUCE, op, start, time.perf_counter())
             return ended
 
-        self._reduces.courier.submit(str(op), job)
+        self._courier.submit(str(op), job)
 
     def _find_lost(self) -> list[str]:
         """Of those at its sides, who is gone."""
@@ -169,6 +138,35 @@ class GlooReducer:
     def abort(self) -> None:
         for other in self._others:
             break_off(self._ring, other)
+
+
+class GlooEdges:
+    """Makes the ends of the stage edges of one rank; `store` is that of its replica, `of_all` that of all ranks."""
+
+    _end: type[GlooEnd] = GlooEnd
+    _reducer: type[GlooReducer] = GlooReducer
+
+    def __init__(self, store: Store, of_all: Store, lanes: Lanes, monitor: Monitor) -> None:
+        self._store = store
+        self._of_all = of_all
+        self._lanes = lanes
+        self._monitor = monitor
+        self._reduces: Courier | None = (
+            None  # the one thread on which a rank sums gradients, so that sums end in the lane's order
+        )
+
+    def end(self, edge: int, direction: str, place: int, peer: str) -> GlooEnd:
+        pair = make_pair(self._store, f"edge/{edge}/{direction}", place, peer, self._monitor)
+        return self._end(pair, 1 - place, peer, self._lanes, self._monitor)
+
+    def reducer(self, ranks: tuple[int, ...], place: int, peer: str) -> GlooReducer:
+        name = f"reduce/{'/'.join(map(str, ranks))}"
+        ring = make_pair(self._of_all, name, place, peer, self._monitor, len(ranks))
+        if self._reduces is None:
+            self._reduces = Courier("reduce", "another rank", self._monitor)
+        sides = sorted({(place - 1) % len(ranks), (place + 1) % len(ranks)})
+        others = {other: self._monitor.named(ranks[other]) for other in sides}
+        return self._reducer(ring, others, peer, self._reduces, self._lanes, self._monitor)
 
 
 def _word() -> Tensor:

@@ -15,12 +15,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
 
+from pipetrain.comm.courier import Courier, Pair
 from pipetrain.comm.device import Device, Event
 from pipetrain.comm.ends import Arrived, Collect, Ended, MakeBuffers
 from pipetrain.comm.failure import Monitor, PipelineError
@@ -36,33 +36,11 @@ _ALIGNMENT = 16  # bytes; the largest entry of a tensor (complex128)
 _POLL_SECONDS = 1e-4
 
 
-class PinnedEdges:
-    """Makes the ends of the stage edges of one rank."""
+class PinnedEnd(GlooEnd):
+    """Either end of one stage edge and direction, between slots."""
 
-    def __init__(self, store: Store, lanes: Lanes, monitor: Monitor, of_all: Store | None = None) -> None:
-        self._over_gloo = GlooEdges(store, lanes, monitor, of_all)
-        self._lanes = lanes
-        self._monitor = monitor
-
-    def inbound(self, edge: int, direction: str, place: int, peer: str) -> PinnedEnd:
-        return PinnedEnd(self._over_gloo.inbound(edge, direction, place, peer), self._lanes, self._monitor)
-
-    outbound = inbound
-
-    def reducer(self, ranks: tuple[int, ...], place: int, peer: str) -> PinnedReducer:
-        return PinnedReducer(self._over_gloo.reducer(ranks, place, peer), self._lanes, self._monitor)
-
-
-class PinnedEnd:
-    """Either end of one stage edge and direction: `ends.Inbound`, `ends.Outbound`."""
-
-    reads_later = False
-
-    def __init__(self, over_gloo: GlooEnd, lanes: Lanes, monitor: Monitor) -> None:
-        self.peer = over_gloo.peer
-        self._over_gloo = over_gloo
-        self.close, self.abort = over_gloo.close, over_gloo.abort
-        self._lanes = lanes
+    def __init__(self, pair: Pair, other: int, peer: str, lanes: Lanes, monitor: Monitor) -> None:
+        super().__init__(pair, other, peer, lanes, monitor)
         self._sending = _SendingSlots(lanes.device, monitor)
         self._receiving = itertools.cycle([_ReceivingSlot(lanes.device, monitor) for _ in range(_NUM_SLOTS)])
 
@@ -82,29 +60,30 @@ class PinnedEnd:
 
             arrived(known, lambda: tensors, land)
 
-        self._over_gloo.post(op, form, slot.tensors, came)
+        super().post(op, form, slot.tensors, came)
 
-    def send(self, op: Op, form: Form | None, tensors: list[Tensor], left: Ended) -> None:
+    def send(self, op: Op, form: Form | None, tensors: list[Tensor], left: Ended) -> None:  # type: ignore[override]
         slot, in_slot, ready = self._sending.fill(tensors)
 
         def sent() -> None:
             self._sending.free.append(slot)
             left()
 
-        self._over_gloo.send(op, form, in_slot, sent, ready)
+        super().send(op, form, in_slot, sent, ready)
 
 
-class PinnedReducer:
-    """One end of several ranks that add up gradients: `ends.Reducer`. The host adds them up, in a slot."""
+class PinnedReducer(GlooReducer):
+    """One end of several ranks that add up gradients. The host adds them up, in a slot."""
 
-    def __init__(self, over_gloo: GlooReducer, lanes: Lanes, monitor: Monitor) -> None:
-        self.peer = over_gloo.peer
-        self._over_gloo = over_gloo
-        self.close, self.abort = over_gloo.close, over_gloo.abort
-        self._lanes = lanes
+    def __init__(
+        self, ring: Pair, others: Mapping[int, str], peer: str, courier: Courier, lanes: Lanes, monitor: Monitor
+    ) -> None:
+        super().__init__(ring, others, peer, courier, lanes, monitor)
         self._slots = _SendingSlots(lanes.device, monitor)
 
-    def reduce(self, op: Op, tensors: list[Tensor], settle: Callable[[], None], ended: Callable[..., None]) -> None:
+    def reduce(  # type: ignore[override]
+        self, op: Op, tensors: list[Tensor], settle: Callable[[], None], ended: Callable[..., None]
+    ) -> None:
         slot, in_slot, ready = self._slots.fill(tensors)
 
         def land() -> None:
@@ -115,7 +94,14 @@ class PinnedReducer:
                 self._lanes.mark(Lane.REDUCE, op)
             self._slots.free.append(slot)  # what is copied into it next comes behind this, on the same stream
 
-        self._over_gloo.reduce(op, in_slot, lambda: None, lambda: ended(land), ready)
+        super().reduce(op, in_slot, lambda: None, lambda: ended(land), ready)
+
+
+class PinnedEdges(GlooEdges):
+    """Makes the ends of the stage edges of one rank."""
+
+    _end = PinnedEnd
+    _reducer = PinnedReducer
 
 
 class _Slot:

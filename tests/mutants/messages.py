@@ -20,7 +20,7 @@ MUTANTS = (
     Mutant(
         "nobody says who is gone",
         "pipetrain/comm/courier.py",
-        "                self._monitor.lost(what, self.peer, error)\n",
+        "                self._monitor.lost(what, self._peer if isinstance(self._peer, str) else self._peer(), error)\n",
         "",
         ("tests/runtime/test_failures.py", "-k", "killed_from_outside and 1"),
     ),
@@ -244,14 +244,14 @@ MUTANTS = (
     Mutant(
         "NCCL gets memory that the allocator knows",
         "pipetrain/comm/nccl.py",
-        "self._device.lent(flat_bytes(tensor).view(torch.uint8))",
+        "self._lanes.device.lent(flat_bytes(tensor).view(torch.uint8))",
         "flat_bytes(tensor).view(torch.uint8)",
         ("tests/comm/test_nccl.py",),
     ),
     Mutant(
         "communicators stay open",
         "pipetrain/comm/nccl.py",
-        "    data.shutdown()  # type: ignore[attr-defined]\n",
+        "        self._data.shutdown()  # type: ignore[attr-defined]\n",
         "",
         ("tests/comm/test_nccl.py",),
     ),
