@@ -25,8 +25,8 @@ from torch.autograd import _profiler_enabled
 from torch.profiler import record_function
 
 from pipetrain.comm.ahead import Ahead
+from pipetrain.comm.clocks import StepClock
 from pipetrain.comm.device import HIGH, LOW, Device, Event, Stream, device_of
-from pipetrain.comm.device_clock import StepClock
 from pipetrain.schedule.events import OpEvent
 from pipetrain.schedule.op import Lane, Op, Queue, queue_of
 
@@ -103,20 +103,22 @@ class Lanes:
         self._ended.clear()
         self._spans = [] if self.ahead is None else _Spans(self._spare)
         self._host, self._before = [], {}
-        caller = self.device.current()
-        for stream in self._streams.values():
-            self.device.follow(stream, caller)  # [1] the optimizer wrote the parameters on the caller's stream
+        if self.ahead is not None:
+            caller = self.device.current()
+            for stream in self._streams.values():
+                self.device.follow(stream, caller)  # [1] the optimizer wrote the parameters on the caller's stream
         self._clock = self.device.clock()
         self._host_time.lap(time.perf_counter())
 
     def end_step(self) -> None:
+        if self.ahead is None:
+            return
         caller = self.device.current()
         for stream in self._streams.values():
             self.device.follow(caller, stream)  # [3] gradients are complete for whatever the caller does next
-        if self.ahead is not None:
-            for stream in self._streams.values():
-                self.device.follow(stream, caller)  # memory that one lane has read may go to another
-            self.ahead.join()
+        for stream in self._streams.values():
+            self.device.follow(stream, caller)  # memory that one lane has read may go to another
+        self.ahead.join()
 
     def on(self, lane: Lane, waits: Sequence[Op], op: Op) -> AbstractContextManager[Any]:
         """The stream of `op`, which waits from now on for the events of `waits`. If the host does not run ahead, they have happened."""
@@ -169,7 +171,7 @@ class Lanes:
 
         def resolve() -> tuple[OpEvent, ...]:
             found = [
-                OpEvent(self._rank, lane, op, clock(start), clock(end), *before.get(op, ()))
+                OpEvent(self._rank, lane, op, clock.read(start), clock.read(end), *before.get(op, ()))
                 for lane, op, start, end in spans
             ]
             return tuple(sorted([*host, *found], key=lambda event: event.start))

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from pipetrain.comm.ahead import Ring
 from pipetrain.comm.ends import Collect, Edges, End, MessageEnd, Reducer
 from pipetrain.comm.failure import Monitor
-from pipetrain.comm.forms import Form, TensorForm, conform, pack, unpack
+from pipetrain.comm.forms import Form, conform, pack, unpack
 from pipetrain.comm.gloo import GlooEdges
 from pipetrain.comm.lanes import Lanes
 from pipetrain.comm.pinned import PinnedEdges
@@ -123,7 +123,6 @@ class Transport:
 
     def start_step(self, forms: dict[Op, Form], *, described: tuple[bool, bool]) -> None:
         """`forms` of this kind of step: written where `described` (edges before, after the stage), else read."""
-        self.assert_nothing_is_held()
         self._forms, self._described = forms, described
 
     def assert_nothing_is_held(self) -> None:
@@ -268,16 +267,6 @@ class Transport:
 def _is_activation(op: Op) -> bool:
     """Whether a message counts as an activation: gradients do not."""
     return op.kind.row.direction is Direction.FORWARD
-
-
-def wanted(form: Form) -> frozenset[int]:
-    """The leaves of a received message that need a gradient; of a tensor that occurs twice, the first leaf."""
-    return frozenset(n for n, leaf in enumerate(form.leaves) if isinstance(leaf, TensorForm) and leaf.needs_gradient)
-
-
-def fixed_leaves(form: Form) -> dict[int, str]:
-    """The leaves of a received message that may not be changed in place, and why."""
-    return {n: leaf.fixed for n, leaf in enumerate(form.leaves) if isinstance(leaf, TensorForm) and leaf.fixed}
 
 
 def _nothing() -> None:

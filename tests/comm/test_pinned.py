@@ -17,11 +17,10 @@ from one_gpu import Shared, compare_all, every_case
 from ranks import NEVER_SECONDS, run_ranks
 from torch import Tensor, nn
 
-from pipetrain.comm.device import CpuDevice, OnWait, _waits_seen
+from pipetrain.comm.device import CpuDevice, OnWait, _waits_seen, choose_device
 from pipetrain.comm.failure import FailureBoard, Monitor, PipelineError
 from pipetrain.comm.forms import Form, TensorForm, flat_bytes
 from pipetrain.comm.lanes import Lanes
-from pipetrain.comm.own_device import choose_device
 from pipetrain.comm.pinned import _ReceivingSlot, _Slot
 from pipetrain.comm.transport import AUTO, NCCL, PINNED, carrier_of
 from pipetrain.config.load import load_config

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipetrain.comm.clocks import StepClock
 from pipetrain.comm.device import CpuDevice
-from pipetrain.comm.device_clock import StepClock
 from pipetrain.comm.failure import FailureBoard, Monitor
 from pipetrain.comm.forms import Form, TensorForm
 from pipetrain.comm.lanes import Lanes
