@@ -407,6 +407,7 @@ class _Addresses:
 # chooses: of classes it takes named tuples alone, and those of `torch.return_types`. -----------------------------------------------
 
 _KINDS: dict[str, Any] = {"tuple": tuple, "list": list, "dict": dict, "OrderedDict": OrderedDict}
+_RETURNED = "torch.return_types"
 _PLAIN_KEYS = (str, int, float, bool, type(None))
 
 
@@ -443,11 +444,6 @@ def _written(spec: pytree.TreeSpec) -> Any:
     if spec.is_leaf():
         return None
     kind, context = spec.type, spec.context
-    record: dict[str, Any] = {"children": [_written(child) for child in spec.children()]}
-    if kind in (tuple, list):
-        return {"kind": kind.__name__, **record}
-    if kind in (dict, OrderedDict):
-        return {"kind": kind.__name__, "keys": [_written_key(key) for key in context], **record}
     if kind is namedtuple:  # of pytree: any class that namedtuple made
         name = [context.__module__, context.__qualname__]
         if _imported(name) is not context:
@@ -455,13 +451,16 @@ def _written(spec: pytree.TreeSpec) -> Any:
                 f"a {'.'.join(name)}, which other ranks cannot import by its name: define it at the top level of a module, or "
                 "return a tuple or dict"
             )
-        return {"kind": "namedtuple", "name": name, **record}
-    if kind.__module__ == "torch.return_types":
-        return {"kind": "torch.return_types", "name": kind.__name__, **record}
-    raise NotImplementedError(
-        f"a {kind.__name__}, whose structure cannot be told to another rank: return a tuple, list or dict, or register it "
-        "with a serialized_type_name in torch.utils._pytree"
-    )
+        context = name
+    elif kind in (dict, OrderedDict):
+        context = [_written_key(key) for key in context]
+    elif kind not in (tuple, list) and kind.__module__ != _RETURNED:
+        raise NotImplementedError(
+            f"a {kind.__name__}, whose structure cannot be told to another rank: return a tuple, list or dict, or register it "
+            "with a serialized_type_name in torch.utils._pytree"
+        )
+    children = [_written(child) for child in spec.children()]
+    return {"kind": [kind.__module__, kind.__name__], "context": context, "children": children}
 
 
 def _written_key(key: Any) -> Any:
@@ -488,12 +487,12 @@ def _imported(name: list[str]) -> Any:
 def _read(record: Any) -> pytree.TreeSpec:
     if record is None:
         return pytree.tree_structure(0)
-    kind, children = record["kind"], [_read(child) for child in record["children"]]
-    if kind == "namedtuple":
-        return pytree.TreeSpec(namedtuple, _imported(record["name"]), children)
-    if kind == "torch.return_types":
-        return pytree.TreeSpec(getattr(torch.return_types, record["name"]), None, children)
-    return pytree.TreeSpec(_KINDS[kind], list(map(_read_key, record["keys"])) if "keys" in record else None, children)
+    (module, name), context, children = record["kind"], record["context"], list(map(_read, record["children"]))
+    if module == _RETURNED:
+        return pytree.TreeSpec(getattr(torch.return_types, name), None, children)
+    if name == namedtuple.__name__:
+        return pytree.TreeSpec(namedtuple, _imported(context), children)
+    return pytree.TreeSpec(_KINDS[name], None if context is None else list(map(_read_key, context)), children)
 
 
 def _read_key(key: Any) -> Any:

@@ -182,8 +182,6 @@ class Lanes:
         return Recording(resolve, has_ended, clock.error_seconds)
 
     def _stream(self, lane: Lane, op: Op) -> Stream:
-        if lane in self._streams:
-            return self._streams[lane]
         queue = queue_of(lane, op)
         if queue not in self._streams:
             self._streams[queue] = self.device.stream(priority=HIGH)

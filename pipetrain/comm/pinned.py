@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pipetrain.comm.courier import Courier, Pair
-from pipetrain.comm.device import Device, Event
+from pipetrain.comm.device import Device
 from pipetrain.comm.ends import Arrived, Collect, Ended, MakeBuffers
 from pipetrain.comm.failure import Monitor, PipelineError
 from pipetrain.comm.forms import Form, flat_bytes
@@ -49,14 +49,15 @@ class PinnedEnd(GlooEnd):
 
         def came(known: Form, collect: Collect, _: Callable[[], None] = lambda: None, /) -> None:
             in_slot, tensors = collect(), list[Tensor]()
-            slot.take()
+            slot.is_free = lambda: False  # what has come is not on its way to the device yet
 
             def land() -> None:
                 with self._lanes.on(Lane.RECV, (), op):
                     tensors.extend(make_buffers(known))
                     for tensor, source in zip(tensors, in_slot):
                         self._lanes.device.copy(flat_bytes(tensor), source)  # [2]
-                    slot.give_back(self._lanes.mark(Lane.RECV, op))  # [3]
+                    read = self._lanes.mark(Lane.RECV, op)  # [3]
+                slot.is_free = lambda: self._lanes.device.has_ended(read)
 
             arrived(known, lambda: tensors, land)
 
@@ -140,30 +141,17 @@ class _SendingSlots:
 
 
 class _ReceivingSlot(_Slot):
-    """One that is received into again when the device has read what came before."""
+    """One that is received into again when the device has read what came before: when it `is_free()`."""
 
     def __init__(self, device: Device, monitor: Monitor) -> None:
         super().__init__(device)
         self._monitor = monitor
-        self._is_taken = False  # what has come is not on its way to the device yet
-        self._read: Event | None = None
+        self.is_free: Callable[[], bool] = lambda: True
 
     def tensors(self, form: Form) -> list[Tensor]:
         """Buffers for a message of this form. Waits until the slot is free: so on the thread of a courier."""
-        _wait(self._is_free, self._monitor)
+        _wait(lambda: self.is_free(), self._monitor)
         return self.like([leaf.empty(_META) for leaf in form.tensors])
-
-    def _is_free(self) -> bool:
-        return not self._is_taken and (self._read is None or self._device.has_ended(self._read))
-
-    def take(self) -> None:
-        """A message is in it."""
-        self._is_taken = True
-
-    def give_back(self, read: Event) -> None:
-        """From the event `read` on, the device no longer reads it."""
-        self._read = read
-        self._is_taken = False
 
 
 def _wait(is_over: Callable[[], bool], monitor: Monitor) -> None:

@@ -149,19 +149,15 @@ class Transport:
 
             def landed() -> None:
                 land()
-                self._hold_early(op, collect)
+                # An input that has come counts as an activation from now on.
+                coming = collect() if _is_activation(op) else ()
+                self._early[op] = [self._meter.hold(tensor, on_its_way=True) for tensor in coming]
 
             if land is _nothing:
                 landed()
             self.ended.append((op, land if land is _nothing else landed))
 
         self._messages[op.stage, op.kind].post(op, form, functools.partial(self._make_buffers, op), arrived)
-
-    def _hold_early(self, op: Op, collect: Collect) -> None:
-        """An input that has come counts as an activation from now on."""
-        self._early[op] = (
-            [self._meter.hold(tensor, on_its_way=True) for tensor in collect()] if _is_activation(op) else []
-        )
 
     def _make_buffers(self, op: Op, form: Form) -> list[Tensor]:
         """What a message of this form is received into: on any thread, or where the device runs ahead on the one that launches."""
