@@ -129,33 +129,22 @@ class CpuDevice:
 Device = CpuDevice  # or one that has the same verbs
 
 
-def cores_of_node(pci_address: str, system: Path = Path("/sys")) -> frozenset[int]:
-    """The cores of the NUMA node to which the device at `pci_address` (as in `0000:1b:00.0`) is attached; none where the machine has no nodes,
-    or does not tell."""
-    with suppress(OSError, ValueError):
-        node = int((system / "bus/pci/devices" / pci_address / "numa_node").read_text())
-        if node >= 0:
-            return _cores((system / f"devices/system/node/node{node}/cpulist").read_text())
-    return frozenset()
-
-
-def _cores(text: str) -> frozenset[int]:
-    """Of a list such as `0-3,8-11`."""
+def cores_of_node(pci_address: str, system: Path = Path("/sys")) -> set[int]:
+    """The cores of the NUMA node to which the device at `pci_address` (as in `0000:1b:00.0`) is attached; all where the machine has no nodes,
+    none where it does not tell."""
     found = set[int]()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+    with suppress(OSError, ValueError):  # a list such as `0-3,8-11`
+        for part in (system / "bus/pci/devices" / pci_address / "local_cpulist").read_text().split(","):
+            first, _, last = part.partition("-")
+            found |= set(range(int(first), int(last or first) + 1))
+    return found
 
 
 @contextmanager
 def on_cores(cores: Set[int]) -> Iterator[None]:
     """Within it this thread runs on those of `cores` on which it may run; on all of its own if there are none."""
     own = os.sched_getaffinity(0)
-    if not cores & own:
-        yield
-        return
-    os.sched_setaffinity(0, cores & own)
+    os.sched_setaffinity(0, cores & own or own)
     try:
         yield
     finally:
@@ -215,15 +204,10 @@ class CudaDevice(CpuDevice):
             return event.query()  # type: ignore[no-any-return, no-untyped-call]
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        with torch.cuda.device(self._device), on_cores(self._cores_near()):
+        gpu = torch.cuda.get_device_properties(self._device)
+        near = cores_of_node(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+        with torch.cuda.device(self._device), on_cores(near):
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def _cores_near(self) -> frozenset[int]:
-        properties = torch.cuda.get_device_properties(self._device)
-        domain, bus, place = (getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
-        if domain is None or bus is None or place is None:  # an older torch
-            return frozenset()
-        return cores_of_node(f"{domain:04x}:{bus:02x}:{place:02x}.0")
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)

@@ -59,20 +59,11 @@ def close_ports(descriptors: set[int]) -> None:
 
 
 def _listening() -> set[int]:
-    if not sys.platform.startswith("linux"):
-        return set()
-    return {int(entry.name) for entry in _DESCRIPTORS.iterdir() if _listens(int(entry.name))}
-
-
-def _listens(descriptor: int) -> bool:
-    try:
-        copy = os.dup(descriptor)
-    except OSError:  # it was the one that lists them
-        return False
-    try:
-        with socket.socket(fileno=copy) as one:
-            return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-    except OSError:  # no socket
-        with contextlib.suppress(OSError):
-            os.close(copy)
-        return False
+    found = set[int]()
+    for entry in _DESCRIPTORS.iterdir() if sys.platform.startswith("linux") else ():
+        with contextlib.suppress(OSError):  # another thread has closed it
+            if entry.is_socket():
+                with socket.fromfd(int(entry.name), socket.AF_INET, socket.SOCK_STREAM) as copy:
+                    if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        found.add(int(entry.name))
+    return found
