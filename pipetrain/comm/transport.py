@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.distributed import Store
 from torch.utils import _pytree as pytree
 
-from pipetrain.comm.ahead import Ring
 from pipetrain.comm.ends import Collect, Edges, End, MessageEnd, Reducer
 from pipetrain.comm.failure import Monitor
 from pipetrain.comm.forms import Form, conform, pack, unpack
 from pipetrain.comm.gloo import GlooEdges
-from pipetrain.comm.lanes import Lanes
+from pipetrain.comm.lanes import Lanes, Ring
 from pipetrain.comm.pinned import PinnedEdges
 from pipetrain.schedule.kinds import REDUCING, Direction, Kind
 from pipetrain.schedule.op import Lane, Op, queue_of
@@ -28,7 +27,6 @@ from pipetrain.stage.meter import ActivationMeter
 _MOST_NAMED = 8  # ranks, in a message
 AUTO = "auto"  # gloo on a CPU, NCCL on GPUs
 GLOO, NCCL, PINNED = "gloo", "nccl", "pinned"
-PER_EDGE = "edge"  # NCCL has a communicator per edge and direction; else per "pair"
 
 
 class Transport:
@@ -276,8 +274,8 @@ def make_edges(
     device: torch.device,
     stage_ranks: Sequence[int],
     *,
-    edges: str = AUTO,
-    communicators: str = PER_EDGE,
+    edges: str,
+    communicators: str,
     of_all: Store,
 ) -> Edges:
     """The library that carries the messages, as `carrier_of` says. `store` is that of this replica, `of_all` that of all ranks.

@@ -82,14 +82,14 @@ MUTANTS = (
     ),
     Mutant(
         "clocks do not know what an op came after",
-        "pipetrain/comm/ahead.py",
+        "pipetrain/comm/lanes.py",
         "        self._ends[op] = dict(clock)\n",
         "        self._ends[op] = {line: clock[line]}\n",
         ("tests/comm/test_ahead.py",),
     ),
     Mutant(
         "an op that is being launched has not read",
-        "pipetrain/comm/ahead.py",
+        "pipetrain/comm/lanes.py",
         ".get(Lane.COMPUTE, 0) + self._is_open)",
         ".get(Lane.COMPUTE, 0))",
         ("tests/comm/test_ahead.py",),
@@ -223,8 +223,8 @@ MUTANTS = (
     Mutant(
         "lanes do not join at the end of a step",
         "pipetrain/comm/lanes.py",
-        "                self.device.follow(stream, caller)  # memory that one lane has read may go to another\n",
-        "                pass\n",
+        "            self.device.follow(stream, caller)  # memory that one lane has read may go to another\n",
+        "            pass\n",
         ("tests/runtime/test_device.py",),
     ),
     Mutant(
@@ -299,21 +299,21 @@ MUTANTS = (
     ),
     Mutant(
         "a ring does not ask the device",
-        "pipetrain/comm/ahead.py",
+        "pipetrain/comm/lanes.py",
         " if self._ahead.comes_after(self._line, moment)]",
         " if moment >= 0]",
         ("tests/comm/test_rings.py",),
     ),
     Mutant(
         "a ring does not ask the host",
-        "pipetrain/comm/ahead.py",
+        "pipetrain/comm/lanes.py",
         "_storage_Use_Count(memory._cdata) == 1]",
         "_storage_Use_Count(memory._cdata) >= 1]",
         ("tests/comm/test_rings.py",),
     ),
     Mutant(
         "a ring forgets nothing",
-        "pipetrain/comm/ahead.py",
+        "pipetrain/comm/lanes.py",
         "            del self._free[free[0]]\n",
         "            pass\n",
         ("tests/comm/test_rings.py",),

@@ -17,8 +17,7 @@ from unittest import mock
 import pytest
 from torch import Tensor, nn
 
-from pipetrain.comm.ahead import Ring
-from pipetrain.comm.lanes import Lanes
+from pipetrain.comm.lanes import Lanes, Ring
 from pipetrain.comm.transport import Transport
 from pipetrain.runtime.executor import _TABLE, Executor
 from pipetrain.runtime.runner import CallRunner
