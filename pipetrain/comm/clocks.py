@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pipetrain.comm.chain import Chain
@@ -97,26 +97,19 @@ class StepClock(NamedTuple):
     error_seconds: Callable[[], float]
 
 
+@dataclass
 class AnchoredClock:
     """The clock of a device, compared with the host's now and then.
 
     `record` records an event on a stream that is idle, `has_ended` asks without waiting, `finish` waits for an event.
     """
 
-    def __init__(
-        self,
-        record: Callable[[], Event],
-        has_ended: Callable[[Event], bool],
-        finish: Callable[[Event], None],
-        elapsed: ElapsedSeconds,
-        now: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._record = record
-        self._has_ended = has_ended
-        self._finish = finish
-        self._elapsed = elapsed
-        self._now = now
-        self._anchor: _Anchor | None = None
+    record: Callable[[], Event]
+    has_ended: Callable[[Event], bool]
+    finish: Callable[[Event], None]
+    elapsed: ElapsedSeconds
+    now: Callable[[], float] = time.perf_counter
+    _anchor: _Anchor | None = field(default=None, init=False)
 
     def of_step(self) -> StepClock:
         """For events that are recorded from now on."""
@@ -125,8 +118,8 @@ class AnchoredClock:
 
         def read(event: Event) -> float:
             nonlocal farthest
-            self._finish(event)
-            since = self._elapsed(anchor.event, event)
+            self.finish(event)
+            since = self.elapsed(anchor.event, event)
             farthest = max(farthest, since)
             return anchor.seconds + since
 
@@ -134,7 +127,7 @@ class AnchoredClock:
 
     def _refreshed(self) -> _Anchor:
         old = self._anchor
-        if old is not None and self._now() - old.seconds < _REFRESH_SECONDS:
+        if old is not None and self.now() - old.seconds < _REFRESH_SECONDS:
             return old
         found = [anchor for _ in range(_TRIES) if (anchor := self._compare(_PATIENCE_SECONDS)) is not None]
         if found:
@@ -146,10 +139,10 @@ class AnchoredClock:
 
     def _compare(self, patience: float | None) -> _Anchor | None:
         """One comparison; None: the event did not happen within `patience` seconds (None: wait for it)."""
-        before = self._now()
-        event = self._record()
-        while not self._has_ended(event):
-            if patience is not None and self._now() - before > patience:
+        before = self.now()
+        event = self.record()
+        while not self.has_ended(event):
+            if patience is not None and self.now() - before > patience:
                 return None
-        after = self._now()
+        after = self.now()
         return _Anchor(event, (before + after) / 2, (after - before) / 2)

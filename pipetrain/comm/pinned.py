@@ -15,18 +15,17 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from pipetrain.comm.courier import Courier, Pair
 from pipetrain.comm.device import Device
 from pipetrain.comm.ends import Arrived, Collect, Ended, MakeBuffers
 from pipetrain.comm.failure import Monitor, PipelineError
 from pipetrain.comm.forms import Form, flat_bytes
 from pipetrain.comm.gloo import GlooEdges, GlooEnd, GlooReducer
-from pipetrain.comm.lanes import Lanes
 from pipetrain.schedule.op import Lane, Op
 
 _META = torch.device("meta")
@@ -39,10 +38,11 @@ _POLL_SECONDS = 1e-4
 class PinnedEnd(GlooEnd):
     """Either end of one stage edge and direction, between slots."""
 
-    def __init__(self, pair: Pair, other: int, peer: str, lanes: Lanes, monitor: Monitor) -> None:
-        super().__init__(pair, other, peer, lanes, monitor)
-        self._sending = _SendingSlots(lanes.device, monitor)
-        self._receiving = itertools.cycle([_ReceivingSlot(lanes.device, monitor) for _ in range(_NUM_SLOTS)])
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        device = self.lanes.device
+        self._sending = _SendingSlots(device, self.monitor)
+        self._receiving = itertools.cycle([_ReceivingSlot(device, self.monitor) for _ in range(_NUM_SLOTS)])
 
     def post(self, op: Op, form: Form | None, make_buffers: MakeBuffers, arrived: Arrived) -> None:
         slot = next(self._receiving)
@@ -52,12 +52,12 @@ class PinnedEnd(GlooEnd):
             slot.is_free = lambda: False  # what has come is not on its way to the device yet
 
             def land() -> None:
-                with self._lanes.on(Lane.RECV, (), op):
+                with self.lanes.on(Lane.RECV, (), op):
                     tensors.extend(make_buffers(known))
                     for tensor, source in zip(tensors, in_slot):
-                        self._lanes.device.copy(flat_bytes(tensor), source)  # [2]
-                    read = self._lanes.mark(Lane.RECV, op)  # [3]
-                slot.is_free = lambda: self._lanes.device.has_ended(read)
+                        self.lanes.device.copy(flat_bytes(tensor), source)  # [2]
+                    read = self.lanes.mark(Lane.RECV, op)  # [3]
+                slot.is_free = lambda: self.lanes.device.has_ended(read)
 
             arrived(known, lambda: tensors, land)
 
@@ -76,11 +76,9 @@ class PinnedEnd(GlooEnd):
 class PinnedReducer(GlooReducer):
     """One end of several ranks that add up gradients. The host adds them up, in a slot."""
 
-    def __init__(
-        self, ring: Pair, others: Mapping[int, str], peer: str, courier: Courier, lanes: Lanes, monitor: Monitor
-    ) -> None:
-        super().__init__(ring, others, peer, courier, lanes, monitor)
-        self._slots = _SendingSlots(lanes.device, monitor)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._slots = _SendingSlots(self.lanes.device, self.monitor)
 
     def reduce(  # type: ignore[override]
         self, op: Op, tensors: list[Tensor], settle: Callable[[], None], ended: Callable[..., None]
@@ -88,11 +86,11 @@ class PinnedReducer(GlooReducer):
         slot, in_slot, ready = self._slots.fill(tensors)
 
         def land() -> None:
-            with self._lanes.on(Lane.REDUCE, (), op):
+            with self.lanes.on(Lane.REDUCE, (), op):
                 for tensor, source in zip(tensors, in_slot):
-                    self._lanes.device.copy(flat_bytes(tensor), source)
+                    self.lanes.device.copy(flat_bytes(tensor), source)
                 settle()
-                self._lanes.mark(Lane.REDUCE, op)
+                self.lanes.mark(Lane.REDUCE, op)
             self._slots.free.append(slot)  # what is copied into it next comes behind this, on the same stream
 
         super().reduce(op, in_slot, lambda: None, lambda: ended(land), ready)
@@ -122,22 +120,22 @@ class _Slot:
         ]
 
 
+@dataclass(eq=False)
 class _SendingSlots:
     """As many slots as messages were unsent at a time; `free`: their messages have left."""
 
-    def __init__(self, device: Device, monitor: Monitor) -> None:
-        self.free: deque[_Slot] = deque()
-        self._device = device
-        self._monitor = monitor
+    device: Device
+    monitor: Monitor
+    free: deque[_Slot] = field(default_factory=deque, init=False)
 
     def fill(self, tensors: Sequence[Tensor]) -> tuple[_Slot, list[Tensor], Callable[[], None]]:
         """A slot with copies of `tensors`, the copies, and what a courier calls to wait for them."""
-        slot = self.free.popleft() if self.free else _Slot(self._device)
+        slot = self.free.popleft() if self.free else _Slot(self.device)
         in_slot = slot.like(tensors)
         for target, tensor in zip(in_slot, tensors):
-            self._device.copy(target, flat_bytes(tensor))  # [2] on the queue's own stream
-        copied = self._device.record(self._device.current())  # [3]
-        return slot, in_slot, lambda: _wait(lambda: self._device.has_ended(copied), self._monitor)
+            self.device.copy(target, flat_bytes(tensor))  # [2] on the queue's own stream
+        copied = self.device.record(self.device.current())  # [3]
+        return slot, in_slot, lambda: _wait(lambda: self.device.has_ended(copied), self.monitor)
 
 
 class _ReceivingSlot(_Slot):

@@ -146,14 +146,14 @@ MUTANTS = (
     Mutant(
         "clocks are compared when an event is launched",
         "pipetrain/comm/clocks.py",
-        "        while not self._has_ended(event):\n",
+        "        while not self.has_ended(event):\n",
         "        while False:\n",
         ("tests/runtime/test_device_clock.py",),
     ),
     Mutant(
         "clocks are compared once",
         "pipetrain/comm/clocks.py",
-        "        if old is not None and self._now() - old.seconds < _REFRESH_SECONDS:",
+        "        if old is not None and self.now() - old.seconds < _REFRESH_SECONDS:",
         "        if old is not None:",
         ("tests/runtime/test_device_clock.py",),
     ),
@@ -216,8 +216,8 @@ MUTANTS = (
     Mutant(
         "of two neighbours nobody asks which is gone",
         "pipetrain/comm/gloo.py",
-        "        return lost or [*self._others.values()]",
-        "        return [*self._others.values()]",
+        "        return lost or [*self.others.values()]",
+        "        return [*self.others.values()]",
         ("tests/runtime/test_lost_replicas.py", "-k", "survivor and alone"),
     ),
     Mutant(
@@ -244,14 +244,14 @@ MUTANTS = (
     Mutant(
         "NCCL gets memory that the allocator knows",
         "pipetrain/comm/nccl.py",
-        "self._lanes.device.lent(flat_bytes(tensor).view(torch.uint8))",
+        "self.lanes.device.lent(flat_bytes(tensor).view(torch.uint8))",
         "flat_bytes(tensor).view(torch.uint8)",
         ("tests/comm/test_nccl.py",),
     ),
     Mutant(
         "communicators stay open",
         "pipetrain/comm/nccl.py",
-        "        self._data.shutdown()  # type: ignore[attr-defined]\n",
+        "        self.data.shutdown()  # type: ignore[attr-defined]\n",
         "",
         ("tests/comm/test_nccl.py",),
     ),
@@ -265,21 +265,21 @@ MUTANTS = (
     Mutant(
         "a slot is sent before the device has filled it",
         "pipetrain/comm/pinned.py",
-        "lambda: _wait(lambda: self._device.has_ended(copied), self._monitor)",
+        "lambda: _wait(lambda: self.device.has_ended(copied), self.monitor)",
         "lambda: None",
         ("tests/comm/test_pinned.py", "-k", "late_copies"),
     ),
     Mutant(
         "a slot is filled again before it has been sent",
         "pipetrain/comm/pinned.py",
-        "        copied = self._device.record(self._device.current())  # [3]",
-        "        copied = self._device.record(self._device.current())\n        self.free.append(slot)",
+        "        copied = self.device.record(self.device.current())  # [3]",
+        "        copied = self.device.record(self.device.current())\n        self.free.append(slot)",
         ("tests/comm/test_pinned.py", "-k", "late_copies"),
     ),
     Mutant(
         "a slot is received into before the device has read it",
         "pipetrain/comm/pinned.py",
-        "                slot.is_free = lambda: self._lanes.device.has_ended(read)\n",
+        "                slot.is_free = lambda: self.lanes.device.has_ended(read)\n",
         "                slot.is_free = lambda: True\n",
         ("tests/comm/test_pinned.py", "-k", "late_copies"),
     ),
@@ -293,8 +293,8 @@ MUTANTS = (
     Mutant(
         "nobody waits for the copy to the device",
         "pipetrain/comm/pinned.py",
-        "                    read = self._lanes.mark(Lane.RECV, op)  # [3]",
-        "                    read = self._lanes.device.record(self._lanes.device.current())",
+        "                    read = self.lanes.mark(Lane.RECV, op)  # [3]",
+        "                    read = self.lanes.device.record(self.lanes.device.current())",
         ("tests/comm/test_pinned.py", "-k", "late_copies"),
     ),
     Mutant(

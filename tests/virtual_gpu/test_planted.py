@@ -288,12 +288,12 @@ PLANTED = (
     ),
     Planted(
         "a SEND ends when it begins",
-        of_nccl("send", "self._other, _TAG).wait()", "self._other, _TAG)"),
+        of_nccl("send", "self.other, _TAG).wait()", "self.other, _TAG)"),
         Case("gpipe", ranks=3, last_stage="always"),
     ),
     Planted(
         "a RECV ends when it begins",
-        of_nccl("post", "self._other, _TAG).wait()", "self._other, _TAG)"),
+        of_nccl("post", "self.other, _TAG).wait()", "self.other, _TAG)"),
         PLAIN,
     ),
     Planted(
