@@ -39,12 +39,12 @@ class TensorForm:
     needs_gradient: bool
     fixed: str = ""
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Of what is sent."""
         return self.dtype.itemsize * math.prod(self._sent_shape)
 
-    @property
+    @cached_property
     def _sent_shape(self) -> list[int]:
         return [1 if stride == 0 else size for size, stride in zip(self.shape, self.strides)]
 
