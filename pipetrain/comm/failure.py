@@ -205,7 +205,8 @@ class Monitor:
 
     def _wait(self, ready: Callable[[], bool], what: Callable[[], str], pauses: Sequence[float], advice: str) -> None:
         looked_at = time.monotonic()
-        deadline, number, error = looked_at + self.timeout_seconds, 0, None
+        deadline, number = looked_at + self.timeout_seconds, 0
+        error: PipelineError | None = None
         with self._condition:
             try:
                 while error is None and not ready():
