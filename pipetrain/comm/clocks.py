@@ -43,23 +43,16 @@ class Clock:
 
 
 def align_clocks(chain: Chain, replicas: Chain | None = None) -> Clock:
-    """How this rank's clock differs from rank 0's: along the first ranks of the `replicas`, then along the `chain` of each. Collective."""
-    of_first = Clock(0.0, 0.0)
-    if replicas is not None and chain.rank == 0:
-        of_first = _align(replicas, of_first)
-    return _align(chain, of_first)
+    """How this rank's clock differs from rank 0's: along the first ranks of the `replicas`, then along the `chain` of each. Collective.
 
-
-def _align(chain: Chain, of_first: Clock) -> Clock:
-    """How this rank's clock differs from the reference, as the first of the chain does by `of_first`: from one
-    to the next, by the quickest of some round trips (Cristian
+    From one rank to the next, by the quickest of some round trips (Cristian
     1989, *Probabilistic clock synchronization*, section 4; four times per trip as in Mills 1991, *Internet time
     synchronization*, section 3).
 
         rank r - 1   -- passed up -------- passed down --     of this rank's round trip the neighbour has
         rank r     passed up ----------------- passed down    had the message for the time in between
     """
-    clock = of_first
+    clock = align_clocks(replicas) if replicas is not None and chain.rank == 0 else Clock(0.0, 0.0)
     trips: list[tuple[float, float]] = []  # how wrong the neighbour's offset may be, and the offset
     for _ in range(_NUM_TRIPS if chain.num_ranks > 1 else 0):
         (passed_up,) = _TIME.unpack(chain.up(lambda _: _TIME.pack(time.perf_counter()), _WHAT))

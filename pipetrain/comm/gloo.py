@@ -63,27 +63,27 @@ class GlooEnd:
         called = time.perf_counter()
         # Few bytes alone: to copy more would keep the computing thread longer than to wake another.
         is_short = form is None and ready is None and sum(tensor.nbytes for tensor in tensors) <= _SHORT_BYTES
-        short = self.courier.begun(self._transfer(*tensors or [_word()])) if is_short and len(tensors) <= 1 else None
+        transfers: list[Transfer] = [
+            functools.partial(self.pair.send, [flat_bytes(tensor)], self.other, _TAG)
+            for tensor in tensors or ([_word()] if form is None else [])
+        ]
+        if is_short and len(transfers) == 1:
+            transfers = [self.courier.begun(transfers[0])]
 
         def job() -> Ended:
             start = called
             if ready is not None:
                 ready()
                 start = time.perf_counter()
-            if short is not None:
-                finish(short())
-            else:
-                if form is not None:
-                    send_form(self.pair, self.other, form)
-                for tensor in tensors or ([_word()] if form is None else []):
-                    finish(self._transfer(tensor)())
+            if form is not None:
+                send_form(self.pair, self.other, form)
+            for transfer in transfers:
+                finish(transfer())
+            transfers.clear()  # they hold the tensors
             self.lanes.record(Lane.SEND, op, start, time.perf_counter())
             return left
 
         self.courier.submit(str(op), job)
-
-    def _transfer(self, tensor: Tensor) -> Transfer:
-        return functools.partial(self.pair.send, [flat_bytes(tensor)], self.other, _TAG)
 
     def abort(self) -> None:
         break_off(self.pair, self.other)
