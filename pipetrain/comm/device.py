@@ -204,7 +204,7 @@ class CudaDevice(CpuDevice):
             return event.query()  # type: ignore[no-any-return, no-untyped-call]
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        gpu = torch.cuda.get_device_properties(self._device)
+        gpu: Any = torch.cuda.get_device_properties(self._device)
         near = cores_of_node(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
         with torch.cuda.device(self._device), on_cores(near):
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
