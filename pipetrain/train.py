@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from pipetrain.comm.address import is_rank
+from pipetrain.comm.device import set_variables_of_gpus
 from pipetrain.comm.failure import PipelineError
 from pipetrain.comm.group import Group, join_group
-from pipetrain.comm.own_device import set_variables_of_gpus
 from pipetrain.comm.transport import PINNED
 from pipetrain.config.load import as_yaml, load_config, read
 from pipetrain.config.phases import Phase, naming_phase, phases_of

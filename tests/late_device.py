@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipetrain.comm.clocks import StepClock
 from pipetrain.comm.device import LOW, CpuDevice
-from pipetrain.comm.device_clock import StepClock
 
 LATE_SECONDS = 0.005
 

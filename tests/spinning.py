@@ -141,7 +141,7 @@ class SpinningRanks:
                 of_all: Store,
                 **_: Any,
             ) -> Any:
-                return nccl.NcclEdges(store, lanes, monitor, device, ranks, communicators, of_all)
+                return nccl.NcclEdges(store, of_all, lanes, monitor, device, ranks, communicators)
 
             put(nccl, "ProcessGroupNCCL", _Maker(self))
             put(pipeline, "join_group", self._join_group)

@@ -171,23 +171,14 @@ class Wire:
 
 
 @dataclass
-class _Inbound:
-    wire: Wire
-    peer: str
-
-    def post(self, op: Op, form: Form | None, make_buffers: Any, arrived: Any) -> None:
-        self.wire.posts.append(_Post(op, form, make_buffers, arrived))
-
-    def close(self) -> None: ...
-    def abort(self) -> None: ...
-
-
-@dataclass
-class _Outbound:
+class _End:
     wire: Wire
     peer: str
 
     reads_later = False
+
+    def post(self, op: Op, form: Form | None, make_buffers: Any, arrived: Any) -> None:
+        self.wire.posts.append(_Post(op, form, make_buffers, arrived))
 
     def send(
         self,
@@ -275,14 +266,8 @@ class Edges:
             self.theatre.wires.append(meeting)
         return _Reducer(self.meetings[ranks].queues[place], peer, self.log)
 
-    def inbound(self, edge: int, direction: str, place: int, peer: str) -> _Inbound:  # noqa: ARG002
-        return _Inbound(self._wire(edge, direction), peer)
-
-    def outbound(self, edge: int, direction: str, place: int, peer: str) -> _Outbound:  # noqa: ARG002
-        return _Outbound(self._wire(edge, direction), peer)
-
-    def _wire(self, edge: int, direction: str) -> Wire:
+    def end(self, edge: int, direction: str, place: int, peer: str) -> _End:  # noqa: ARG002
         if (edge, direction) not in self.wires:
             wire = self.wires[edge, direction] = Wire(self.log, buffered=self.buffered)
             self.theatre.wires.append(wire)
-        return self.wires[edge, direction]
+        return _End(self.wires[edge, direction], peer)

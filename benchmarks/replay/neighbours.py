@@ -53,17 +53,15 @@ class ReplayEdges:
         self._monitor = monitor
         self._pinned = device.type == "cuda"
 
-    def inbound(self, edge: int, direction: str, place: int, peer: str) -> ReplayInbound:  # noqa: ARG002
+    def end(self, edge: int, direction: str, place: int, peer: str) -> ReplayEnd:  # noqa: ARG002
         courier = Courier(f"edge {edge} {direction}", peer, self._monitor)
-        return ReplayInbound(peer, courier, self._arrivals, self._hop, self._clock, self._lanes, self._pinned)
-
-    def outbound(self, edge: int, direction: str, place: int, peer: str) -> ReplayOutbound:  # noqa: ARG002
-        courier = Courier(f"edge {edge} {direction}", peer, self._monitor)
-        return ReplayOutbound(peer, courier, self._lanes, self._pinned)
+        return ReplayEnd(peer, courier, self._arrivals, self._hop, self._clock, self._lanes, self._pinned)
 
 
-class ReplayInbound:
-    """A queue of messages that come from pinned host memory: `ends.Inbound`."""
+class ReplayEnd:
+    """A queue of messages that come from pinned host memory, or go there: `ends.MessageEnd`."""
+
+    reads_later = False
 
     def __init__(
         self,
@@ -83,6 +81,7 @@ class ReplayInbound:
         self._lanes = lanes
         self._pinned = pinned
         self._sources: dict[Form, list[Tensor]] = {}
+        self._targets: dict[torch.Size, Tensor] = {}
 
     def post(
         self,
@@ -120,25 +119,6 @@ class ReplayInbound:
             ]
             self._sources[form] = [tensor.pin_memory() for tensor in drawn] if self._pinned else drawn
         return self._sources[form]
-
-    def close(self) -> None:
-        self._courier.close()
-
-    def abort(self) -> None:
-        """There is no connection to break."""
-
-
-class ReplayOutbound:
-    """A queue of messages that go to pinned host memory: `ends.Outbound`."""
-
-    reads_later = False
-
-    def __init__(self, peer: str, courier: Courier, lanes: Lanes, pinned: bool) -> None:
-        self.peer = peer
-        self._courier = courier
-        self._lanes = lanes
-        self._pinned = pinned
-        self._targets: dict[torch.Size, Tensor] = {}
 
     def send(
         self,

@@ -184,8 +184,8 @@ def _be_a_rank(config: RunConfig, folder: RunFolder, arguments: Arguments) -> No
     """Runs one rank of torchrun, then ends the process: after a failure threads may wait for ranks that are gone."""
     import torch
 
+    from pipetrain.comm.device import set_variables_of_gpus
     from pipetrain.comm.failure import PipelineError
-    from pipetrain.comm.own_device import set_variables_of_gpus
     from pipetrain.launcher.outcome import ending_with_the_launcher
     from pipetrain.trainer.generate import generate
 

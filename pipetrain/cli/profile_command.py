@@ -69,7 +69,7 @@ def measure_profile(config: RunConfig, rounds: int) -> Profile:
     import torch
     from torch.utils import _pytree as pytree
 
-    from pipetrain.comm.own_device import choose_device
+    from pipetrain.comm.device import choose_device
     from pipetrain.data.dataset import make_data
     from pipetrain.engine.engine import precision_of
     from pipetrain.models.hf.source import bring_model

@@ -5,13 +5,16 @@ Two ranks: the chain and the stage edges on a CPU. Several, in a ring: sums of g
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import queue
+import socket
+import sys
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -19,12 +22,14 @@ from torch import Tensor
 from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store, Work
 
 from pipetrain.comm.failure import Monitor
-from pipetrain.comm.ports import close_ports, opened_ports
-from pipetrain.comm.torch_distributed import connecting_on_use
 
 # How long a transfer itself may take. Whoever needs its result times out much earlier and says so; this only has to be
 # long, because a gloo wait that times out breaks the connection.
 FOREVER = timedelta(days=7)
+_DESCRIPTORS = Path("/proc/self/fd")
+_SILENT_SECONDS = 1  # a stranger that connects and says nothing never becomes a descriptor; a rank speaks at once
+_opening = threading.Lock()
+_LAZY = "TORCH_GLOO_LAZY_INIT"
 
 Job = Callable[[], Callable[[], None]]
 Transfer = Callable[[], Work | None]
@@ -43,11 +48,6 @@ class Courier:
         self._num_given = self._num_ended = 0  # each counted by one thread alone
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-
-    @property
-    def peer(self) -> str:
-        """The rank at the other end, in messages."""
-        return self._peer if isinstance(self._peer, str) else self._peer()
 
     def submit(self, what: str, job: Job) -> None:
         self._num_given += 1
@@ -74,7 +74,7 @@ class Courier:
                 self._num_ended += 1
                 self._monitor.done(publish)
             except Exception as error:
-                self._monitor.lost(what, self.peer, error)
+                self._monitor.lost(what, self._peer if isinstance(self._peer, str) else self._peer(), error)
                 return
             del item, job, publish
 
@@ -105,25 +105,16 @@ class Pair(Protocol):
     def allreduce(self, tensors: list[Tensor], options: AllreduceOptions, /) -> Work: ...
 
 
-def make_pair(store: Store, name: str, place: int, peer: str, monitor: Monitor) -> Pair:
-    """A communicator with `peer`. `name` is unique and the same on both ranks; `place` is 0 on one and 1 on the other.
-
-    Raises:
-        PipelineError: the other rank did not come within the time-out of `monitor`, or is gone.
-    """
-    return make_ring(store, name, place, 2, peer, monitor)
-
-
-def make_ring(store: Store, name: str, place: int, num_ranks: int, peer: str, monitor: Monitor) -> Pair:
-    """A communicator of `num_ranks` ranks for sums: each connects to those before and after it alone. `name` is unique and the same on
-    all; `place` counts from 0; `peer` says who the others are.
+def make_pair(store: Store, name: str, place: int, peer: str, monitor: Monitor, num_ranks: int = 2) -> Pair:
+    """A communicator with `peer`; or of more ranks for sums, where each connects to those before and after it alone. `name` is unique and
+    the same on all; `place` counts from 0; `peer` says who the others are.
 
     Raises:
         PipelineError: another rank did not come within the time-out of `monitor`, or is gone.
     """
     timeout = timedelta(seconds=monitor.timeout_seconds)
     try:
-        with connecting_on_use() if num_ranks > 2 else nullcontext():
+        with connecting_on_use() if num_ranks > 2 else contextlib.nullcontext():
             return _connected(store, name, place, num_ranks, timeout)
     except RuntimeError as error:
         if "temporarily unavailable" in str(error):  # what the system has no memory for: that is no other rank's fault
@@ -165,3 +156,70 @@ def break_off(pair: Pair, other: int, patience_seconds: float = 1e-3) -> bool:
     except RuntimeError as error:
         return "imed out" not in str(error)
     return False
+
+
+# How gloo listens and connects. It keeps its listeners as long as a group lives, and never closes a connection of a stranger: a port
+# scanner would take one descriptor after the other, up to the limit of the process. So each port is closed once the members have come.
+
+
+@contextlib.contextmanager
+def connecting_on_use() -> Iterator[None]:
+    """Gloo groups made meanwhile connect two ranks when these first talk to each other."""
+    before = os.environ.get(_LAZY)
+    os.environ[_LAZY] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_LAZY]
+        if before is not None:
+            os.environ[_LAZY] = before
+
+
+@contextlib.contextmanager
+def opened_ports() -> Iterator[set[int]]:
+    """The descriptors of the ports that are opened in the block, which waits for nobody; filled in at its end.
+
+    Empty where the system does not list descriptors as Linux does.
+    """
+    found: set[int] = set()
+    with _opening:
+        before = _listening()
+        yield found
+        found |= _listening() - before
+        for descriptor in found:
+            with socket.socket(fileno=os.dup(descriptor)) as port:
+                port.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SILENT_SECONDS)
+
+
+@contextlib.contextmanager
+def closing_ports() -> Iterator[None]:
+    """Closes the ports that are opened in the block, which may wait for other ranks: no other thread may open one meanwhile."""
+    before = _listening()
+    try:
+        yield
+    finally:
+        close_ports(_listening() - before)
+
+
+def close_ports(descriptors: set[int]) -> None:
+    """Strangers are refused from now on; whoever is connected stays.
+
+    gloo closes the descriptors itself later: until then their numbers must not be those of something else.
+    """
+    nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for descriptor in descriptors:
+            os.dup2(nothing, descriptor, inheritable=False)
+    finally:
+        os.close(nothing)
+
+
+def _listening() -> set[int]:
+    found = set[int]()
+    for entry in _DESCRIPTORS.iterdir() if sys.platform.startswith("linux") else ():
+        with contextlib.suppress(OSError):  # another thread has closed it
+            if entry.is_socket():
+                with socket.fromfd(int(entry.name), socket.AF_INET, socket.SOCK_STREAM) as copy:
+                    if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        found.add(int(entry.name))
+    return found

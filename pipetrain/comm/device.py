@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping, Set
@@ -26,7 +27,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from pipetrain.comm.device_clock import AnchoredClock, StepClock
+from pipetrain.comm.clocks import AnchoredClock, StepClock
 from pipetrain.comm.failure import Monitor
 
 Stream = Any  # of the device that made it
@@ -38,6 +39,8 @@ _STREAMS_OF_A_PRIORITY = 32
 # How torch begins to say that the host waits, in its mode of debugging synchronisation (torch.cuda.set_sync_debug_mode).
 _WAITS = "called a synchronizing"
 _HERE = nullcontext()
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"  # hardware queues of a process, read when CUDA starts; 8 where it is not set
+_NUM_QUEUES = 32  # the most that there are
 
 Fetch = Callable[[Tensor, str], Tensor]  # a tensor of the device, and what it is; gives it on the host
 
@@ -126,33 +129,22 @@ class CpuDevice:
 Device = CpuDevice  # or one that has the same verbs
 
 
-def cores_of_node(pci_address: str, system: Path = Path("/sys")) -> frozenset[int]:
-    """The cores of the NUMA node to which the device at `pci_address` (as in `0000:1b:00.0`) is attached; none where the machine has no nodes,
-    or does not tell."""
-    with suppress(OSError, ValueError):
-        node = int((system / "bus/pci/devices" / pci_address / "numa_node").read_text())
-        if node >= 0:
-            return _cores((system / f"devices/system/node/node{node}/cpulist").read_text())
-    return frozenset()
-
-
-def _cores(text: str) -> frozenset[int]:
-    """Of a list such as `0-3,8-11`."""
+def cores_of_node(pci_address: str, system: Path = Path("/sys")) -> set[int]:
+    """The cores of the NUMA node to which the device at `pci_address` (as in `0000:1b:00.0`) is attached; all where the machine has no nodes,
+    none where it does not tell."""
     found = set[int]()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        found |= set(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+    with suppress(OSError, ValueError):  # a list such as `0-3,8-11`
+        for part in (system / "bus/pci/devices" / pci_address / "local_cpulist").read_text().split(","):
+            first, _, last = part.partition("-")
+            found |= set(range(int(first), int(last or first) + 1))
+    return found
 
 
 @contextmanager
 def on_cores(cores: Set[int]) -> Iterator[None]:
     """Within it this thread runs on those of `cores` on which it may run; on all of its own if there are none."""
     own = os.sched_getaffinity(0)
-    if not cores & own:
-        yield
-        return
-    os.sched_setaffinity(0, cores & own)
+    os.sched_setaffinity(0, cores & own or own)
     try:
         yield
     finally:
@@ -212,15 +204,10 @@ class CudaDevice(CpuDevice):
             return event.query()  # type: ignore[no-any-return, no-untyped-call]
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        with torch.cuda.device(self._device), on_cores(self._cores_near()):
+        gpu: Any = torch.cuda.get_device_properties(self._device)
+        near = cores_of_node(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+        with torch.cuda.device(self._device), on_cores(near):
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def _cores_near(self) -> frozenset[int]:
-        properties = torch.cuda.get_device_properties(self._device)
-        domain, bus, place = (getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
-        if domain is None or bus is None or place is None:  # an older torch
-            return frozenset()
-        return cores_of_node(f"{domain:04x}:{bus:02x}:{place:02x}.0")
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
@@ -322,3 +309,68 @@ def _is_plain(tensor: Tensor) -> bool:
     """Whether it is bytes of the host, one after the other; of another one torch knows best what has to be kept."""
     known = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() > 0
     return known and not tensor.is_conj() and not tensor.is_neg()
+
+
+# The device of this process ------------------------------------------------------------------------------------------
+
+
+def choose_device(device: torch.device | str | None, *, shares_gpus: bool = False) -> torch.device:
+    """`device`, or this rank's GPU where each rank of this machine can have one of its own, or the CPU. A GPU is made current.
+
+    With `shares_gpus` several ranks may have one GPU, in turn: where there is any, each rank has one.
+
+    Raises:
+        ValueError: `device` is neither the CPU nor a GPU.
+    """
+    set_variables_of_gpus()
+    chosen: torch.device | None
+    if device is not None:
+        try:
+            chosen = torch.device(device)
+        except (RuntimeError, TypeError):
+            chosen = None
+        if chosen is None or chosen.type not in ("cpu", "cuda"):
+            raise ValueError(f"device={device!r}: allowed are 'cpu', 'cuda' and 'cuda:N'")
+    else:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        needed = 1 if shares_gpus else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        chosen = torch.device("cuda", local % num_gpus) if 0 < needed <= num_gpus else torch.device("cpu")
+    if chosen.type == "cuda":
+        _check_hardware_queues()
+        chosen = torch.device("cuda", chosen.index or 0)
+        torch.cuda.set_device(chosen)
+    return chosen
+
+
+def set_variables_of_gpus() -> None:
+    """Sets what CUDA and NCCL read when they start, unless the user has set it.
+
+    As many hardware queues as there can be; and transfers in the order in which the host launches them, over all
+    communicators (NCCL 2.26 and later): the order that the schedule is proved in.
+    """
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        os.environ.setdefault(_QUEUES, str(_NUM_QUEUES))
+
+
+def _check_hardware_queues() -> None:
+    """Streams that share a hardware queue wait for each other: nothing hangs, but little runs at the same time."""
+    given = os.environ.get(_QUEUES)
+    if given is None:
+        warnings.warn(
+            f"CUDA has started with 8 hardware queues before there was a pipeline, whose streams may then wait for each other: set "
+            f"{_QUEUES}={_NUM_QUEUES} in the environment, or make the Pipeline before anything is put on a GPU",
+            stacklevel=2,
+        )
+    elif not given.isdigit() or int(given) < _NUM_QUEUES:
+        warnings.warn(
+            f"{_QUEUES}={given}: with so few hardware queues a pipeline's streams wait for each other; set it to {_NUM_QUEUES}",
+            stacklevel=2,
+        )
+
+
+def identity_of(gpu: torch.device) -> str:
+    """A GPU as all processes of all machines call it."""
+    properties = torch.cuda.get_device_properties(gpu)
+    return f"the GPU {properties.uuid} ({properties.name}) of {socket.gethostname()}"

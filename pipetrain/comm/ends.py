@@ -37,17 +37,13 @@ class End(Protocol):
         """The step has failed: break the connection, so that nobody waits on it."""
 
 
-class Inbound(End, Protocol):
-    """The receiving end of one stage edge and direction: a queue of messages in the order of the sender's."""
+class MessageEnd(End, Protocol):
+    """Either end of one stage edge and direction: a queue of messages, which arrive in the order in which they were sent."""
+
+    reads_later: bool  # whether the device may still read the tensors when `left` is called
 
     def post(self, op: Op, form: Form | None, make_buffers: MakeBuffers, arrived: Arrived) -> None:
         """Receive the next message: of a known `form`, or with its form in front; into `make_buffers(form)`."""
-
-
-class Outbound(End, Protocol):
-    """The sending end of one stage edge and direction."""
-
-    reads_later: bool  # whether the device may still read the tensors when `left` is called
 
     def send(self, op: Op, form: Form | None, tensors: list[Tensor], left: Ended) -> None:
         """Send one message, with its form if given. `left()` is called, perhaps on another thread, when `op` has ended: where
@@ -67,6 +63,5 @@ class Edges(Protocol):
     """Makes the ends of stage edges, and those of ranks that hold the same parameters. `place` is 0 on the rank of the edge's first stage
     and 1 on the other's; of a reducer, the place among `ranks`, which ascend."""
 
-    def inbound(self, edge: int, direction: str, place: int, peer: str) -> Inbound: ...
-    def outbound(self, edge: int, direction: str, place: int, peer: str) -> Outbound: ...
+    def end(self, edge: int, direction: str, place: int, peer: str) -> MessageEnd: ...
     def reducer(self, ranks: tuple[int, ...], place: int, peer: str) -> Reducer: ...

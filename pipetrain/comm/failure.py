@@ -7,12 +7,11 @@ rank can name the rank and the op at which it began, however many ranks lie betw
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch.distributed import DistNetworkError, Store
 
@@ -26,9 +25,8 @@ _WORD_SECONDS = 2.5
 _LOOK_SECONDS = 0.05
 _ASKED = "waits/asked"
 _MOST_NAMED = 16  # ranks; a message is read by a human
-# How long a rank that waits for its device pauses before it asks again: short at first, as most waits are.
-_FIRST_PAUSE_SECONDS = 5e-5
-_LONGEST_PAUSE_SECONDS = 1e-3
+# How long a rank that waits for its device pauses before it asks again: short at first, as most waits are; then the last of these.
+_PAUSES_SECONDS = (1e-4, 2e-4, 4e-4, 8e-4, 1e-3)
 _BROKEN = re.compile("reset by peer|closed by peer|Broken pipe")  # what gloo says of a rank that was there and is gone
 _RANK_HANGS = "that rank hangs, is stopped, or needs longer for a step than that"
 _DEVICE_HANGS = (
@@ -193,7 +191,7 @@ class Monitor:
         Raises:
             PipelineError: another rank failed or is gone, or `timeout_seconds` passed.
         """
-        self._wait(ready, what, itertools.repeat(_POLL_SECONDS), _RANK_HANGS)
+        self._wait(ready, what, (_POLL_SECONDS,), _RANK_HANGS)
 
     def wait_polling(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         """As `wait`, for what nobody tells of, such as an event of a device: `ready` is asked again and again.
@@ -201,42 +199,35 @@ class Monitor:
         Raises:
             PipelineError: as `wait`, and where the pipeline has failed before: what the device has then is worth nothing.
         """
-        self._wait(ready, what, _growing_pauses(), _DEVICE_HANGS)
+        self._wait(ready, what, _PAUSES_SECONDS, _DEVICE_HANGS)
         if self.failure is not None:
             raise self._ending(self.failure, what())
 
-    def _wait(self, ready: Callable[[], bool], what: Callable[[], str], pauses: Iterator[float], advice: str) -> None:
+    def _wait(self, ready: Callable[[], bool], what: Callable[[], str], pauses: Sequence[float], advice: str) -> None:
+        looked_at = time.monotonic()
+        deadline, number = looked_at + self.timeout_seconds, 0
+        error: PipelineError | None = None
         with self._condition:
-            if ready():
-                return
-            self.is_waiting = True
             try:
-                error = self._waited(ready, what, pauses, advice)
+                while error is None and not ready():
+                    self.is_waiting, now = True, time.monotonic()
+                    if self._lost is not None:
+                        error = self._explain_loss(what())
+                    elif now >= deadline:
+                        hangs = f"{what()}, and nothing came for {self.timeout_seconds:g} s (timeout_seconds): {advice}"
+                        error = self._ending(self.board.post(hangs, asks=True), what())
+                    elif now >= looked_at + _POLL_SECONDS:
+                        looked_at, failure = now, self.failure or self.board.read()
+                        error = None if failure is None else self._ending(failure, what())
+                    else:
+                        pause = pauses[min(number, len(pauses) - 1)]
+                        self._condition.wait(min(deadline - now, looked_at + _POLL_SECONDS - now, pause))
+                        number += 1
             finally:
                 self.is_waiting = False
         if error is not None:
             self.fail(str(error))
             raise error
-
-    def _waited(
-        self, ready: Callable[[], bool], what: Callable[[], str], pauses: Iterator[float], advice: str
-    ) -> PipelineError | None:
-        now = time.monotonic()
-        deadline, look_at = now + self.timeout_seconds, now + _POLL_SECONDS
-        while not ready():
-            if self._lost is not None:
-                return self._explain_loss(what())
-            now = time.monotonic()
-            if now >= deadline:
-                hangs = f"{what()}, and nothing came for {self.timeout_seconds:g} s (timeout_seconds): {advice}"
-                return self._ending(self.board.post(hangs, asks=True), what())
-            if now >= look_at:
-                look_at = now + _POLL_SECONDS
-                failure = self.failure or self.board.read()
-                if failure is not None:
-                    return self._ending(failure, what())
-            self._condition.wait(min(deadline - now, look_at - now, next(pauses)))
-        return None
 
     def look(self) -> None:
         """Fail here, too, where another rank has failed. For a thread that does not wait."""
@@ -301,13 +292,6 @@ class Watchdog:
         self._is_closed.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(self._monitor.timeout_seconds)
-
-
-def _growing_pauses() -> Iterator[float]:
-    pause = _FIRST_PAUSE_SECONDS
-    while True:
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        yield pause
 
 
 def _first_line(error: BaseException) -> str:

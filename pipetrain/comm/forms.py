@@ -6,17 +6,21 @@ with the right size and nothing but the tensors' own bytes is sent.
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import importlib
+import itertools
 import json
 import math
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch.utils import _pytree as pytree
 
 from pipetrain.comm.failure import PipelineError
@@ -35,12 +39,12 @@ class TensorForm:
     needs_gradient: bool
     fixed: str = ""
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Of what is sent."""
         return self.dtype.itemsize * math.prod(self._sent_shape)
 
-    @property
+    @cached_property
     def _sent_shape(self) -> list[int]:
         return [1 if stride == 0 else size for size, stride in zip(self.shape, self.strides)]
 
@@ -67,22 +71,23 @@ class AliasForm:
         return ["alias", self.leaf]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ValueForm:
-    """A plain value: 1 and True and 1.0 are different, and NaN is equal to itself."""
+    """A plain value as text: 1 and True and 1.0 are different, and NaN is equal to itself."""
 
-    value: Any
+    kind: str
+    text: str
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ValueForm):
-            return NotImplemented
-        return type(self.value) is type(other.value) and repr(self.value) == repr(other.value)
+    @staticmethod
+    def of(value: Any) -> ValueForm:
+        return ValueForm(type(value).__name__, str(value))
 
-    def __hash__(self) -> int:
-        return hash(repr(self.value))
+    @property
+    def value(self) -> Any:
+        return _READ[self.kind](self.text)
 
     def record(self) -> list[Any]:
-        return [type(self.value).__name__, str(self.value)]
+        return [self.kind, self.text]
 
 
 _LeafForm = TensorForm | AliasForm | ValueForm
@@ -95,10 +100,22 @@ class Form:
     spec: pytree.TreeSpec | None
     leaves: tuple[_LeafForm, ...]
 
-    @property
+    @cached_property
     def tensors(self) -> list[TensorForm]:
         """What is sent, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorForm)]
+
+    @cached_property
+    def wanted(self) -> frozenset[int]:
+        """The leaves that need a gradient; of a tensor that occurs twice, the first leaf."""
+        return frozenset(
+            n for n, leaf in enumerate(self.leaves) if isinstance(leaf, TensorForm) and leaf.needs_gradient
+        )
+
+    @cached_property
+    def fixed(self) -> dict[int, str]:
+        """The leaves that their receiver may not change in place, and why."""
+        return {n: leaf.fixed for n, leaf in enumerate(self.leaves) if isinstance(leaf, TensorForm) and leaf.fixed}
 
     def name_of(self, index: int) -> str:
         """What a leaf is called in an error."""
@@ -118,7 +135,7 @@ def _leaf_form(kind: str, *fields: Any) -> _LeafForm:
     if kind == "tensor":
         shape, strides, dtype, needs_gradient, fixed = fields
         return TensorForm(tuple(shape), tuple(strides), _dtype_of(dtype), needs_gradient, fixed)
-    return AliasForm(*fields) if kind == "alias" else ValueForm(_READ[kind](*fields))
+    return AliasForm(*fields) if kind == "alias" else ValueForm(kind, *fields)
 
 
 def _dtype_of(text: str) -> torch.dtype:
@@ -164,7 +181,7 @@ def pack(
             if not is_plain(leaf):
                 kind = type(leaf).__name__
                 raise TypeError(f"a {kind} cannot be sent: only tensors, numbers, strings and None can")
-            forms.append(ValueForm(leaf))
+            forms.append(ValueForm.of(leaf))
         elif spec is not None and places.setdefault(id(leaf), index) != index:
             forms.append(AliasForm(places[id(leaf)]))
         else:
@@ -213,7 +230,7 @@ _CHANGED = (
     "What stages exchange may change with the inputs' shapes and plain values and with requires_grad of parameters only: freeze by "
     "requires_grad_(False) and not inside a forward, and pass what a layer computes on as a tensor of one shape"
 )
-_NO_GRADIENT = ValueForm(None)
+_NO_GRADIENT = ValueForm.of(None)
 
 
 def unpack(form: Form, buffers: Sequence[Tensor]) -> list[Any]:
@@ -240,7 +257,7 @@ def _fits(expected: _LeafForm, actual: _LeafForm) -> bool:
         return not expected.needs_gradient
     if (
         not isinstance(actual, TensorForm)
-        or replace(actual, strides=expected.strides, fixed=expected.fixed) != expected
+        or dataclasses.replace(actual, strides=expected.strides, fixed=expected.fixed) != expected
     ):
         return False
     # What was one entry of an expanded dimension may not become many; the other way round a copy spreads it.
@@ -266,10 +283,131 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
+# What may go from stage to stage: dense tensors and plain values; errors name all else. And which tensors share memory. ------------
+
+# Of numpy's search for an entry in common; beyond it two views count as overlapping.
+_MOST_WORK = 10_000
+
+
+def cross(
+    leaves: Sequence[Any], spec: pytree.TreeSpec, device: torch.device, giver: str, fixed: Mapping[int, str]
+) -> tuple[list[Any], dict[int, str]]:
+    """The leaves of a stage's output as the next stage gets them, and which of them it may not change in place, and why.
+
+    A lazy conjugate or negation is carried out: bytes do not tell of it. `giver` names the stage's last layer in an error; `fixed` are
+    memories (by the identity of their storage) that nobody may change in place.
+
+    Raises:
+        TypeError: what cannot cross, by its place in the tree, and what to return instead.
+    """
+    for number, leaf in enumerate(leaves):
+        if fault := _fault(leaf, device):
+            raise TypeError(f"{giver} returned {leaf_names(spec, 'output')[number]} as {fault}")
+    if not spec.is_leaf():
+        try:
+            spec_text(spec)
+        except TypeError as error:
+            raise TypeError(f"{giver} returned {error}") from None
+    may_not_change = {}
+    if fixed:
+        storages = {n: leaf.untyped_storage()._cdata for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        may_not_change = {n: fixed[storage] for n, storage in storages.items() if storage in fixed}
+    if len(leaves) > 1 and (overlaps := overlapping(leaves)):
+        names = leaf_names(spec, "output")
+        for number, other in overlaps.items():
+            may_not_change.setdefault(
+                number,
+                f"{names[number]} of {giver} which looks into the memory of {names[other]}: clone one of them there",
+            )
+    return _resolved(leaves), may_not_change
+
+
+def memories(leaves: Sequence[Any], fixed: Mapping[int, str]) -> dict[int, str]:
+    """What of a stage's input may not be changed in place, for `cross`: the identities of storages, and why."""
+    dense = {n: why for n, why in fixed.items() if leaves[n].layout is torch.strided and not leaves[n].is_nested}
+    return {leaves[number].untyped_storage()._cdata: why for number, why in dense.items()}
+
+
+def _resolved(leaves: Sequence[Any]) -> list[Any]:
+    """`leaves` with lazy conjugations and negations carried out; two leaves that were one tensor still are."""
+    done = {
+        id(leaf): leaf.resolve_conj().resolve_neg()
+        for leaf in leaves
+        if isinstance(leaf, Tensor) and (leaf.is_conj() or leaf.is_neg())
+    }
+    return [done.get(id(leaf), leaf) for leaf in leaves] if done else list(leaves)
+
+
+def _fault(leaf: Any, device: torch.device) -> str:
+    """What is wrong with a leaf and what to return instead; empty: nothing is."""
+    if not isinstance(leaf, Tensor):
+        return "" if is_plain(leaf) else _fault_of_value(leaf)
+    if type(leaf) not in (Tensor, nn.Parameter):
+        kind = type(leaf).__name__
+        return f"a {kind}, and other ranks get plain tensors: return the tensors that it is made of, or .as_subclass(torch.Tensor)"
+    if leaf.is_nested:
+        return "a nested tensor: return its values and offsets, or a padded tensor"
+    if leaf.layout is not torch.strided:
+        layout = str(leaf.layout).removeprefix("torch.")
+        return f"a tensor with the layout {layout}: return its indices and values, or .to_dense()"
+    if leaf.is_quantized:
+        return "a quantized tensor: return .int_repr() with its scale, or .dequantize()"
+    if leaf.device.type != device.type:
+        return f"a tensor on {leaf.device}, and the stages are on {device}: return .to({str(device)!r})"
+    return ""
+
+
+def _fault_of_value(value: Any) -> str:
+    kind = type(value).__name__
+    if isinstance(value, enum.Enum):
+        return f"an enum, {value}: return its .value"
+    if dataclasses.is_dataclass(value):
+        return f"a {kind}, a dataclass that torch does not look into: return a tuple or dict of its fields"
+    if type(value).__module__ == "numpy":
+        return f"a numpy {kind}: return .item() or torch.from_numpy(...)"
+    return f"a {kind}: stages exchange (nested) tuples, lists and dicts of tensors, numbers, strings and None"
+
+
+def overlapping(leaves: Sequence[Any]) -> dict[int, int]:
+    """The leaves that have entries in common with another one, and which. The same tensor twice is no such case."""
+    groups: dict[int, dict[int, int]] = {}  # storage -> tensor -> its first leaf
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            groups.setdefault(leaf.untyped_storage()._cdata, {}).setdefault(id(leaf), number)
+    found: dict[int, int] = {}
+    for group in groups.values():
+        for one, other in itertools.combinations(group.values(), 2):
+            if _overlap(leaves[one], leaves[other]):
+                found |= {one: other, other: one}
+    return found
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    try:
+        return np.shares_memory(np.asarray(_Addresses(one)), np.asarray(_Addresses(other)), max_work=_MOST_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _Addresses:
+    """The memory of a tensor on any device, for numpy, which compares addresses and reads none."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        size = tensor.itemsize
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{size}",
+            "data": (tensor.data_ptr(), True),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+        }
+
+
 # The structure of a tree as text: how tuples, lists, dicts and named tuples lie in each other. Reading it runs nothing that the text
 # chooses: of classes it takes named tuples alone, and those of `torch.return_types`. -----------------------------------------------
 
 _KINDS: dict[str, Any] = {"tuple": tuple, "list": list, "dict": dict, "OrderedDict": OrderedDict}
+_RETURNED = "torch.return_types"
 _PLAIN_KEYS = (str, int, float, bool, type(None))
 
 
@@ -306,11 +444,6 @@ def _written(spec: pytree.TreeSpec) -> Any:
     if spec.is_leaf():
         return None
     kind, context = spec.type, spec.context
-    record: dict[str, Any] = {"children": [_written(child) for child in spec.children()]}
-    if kind in (tuple, list):
-        return {"kind": kind.__name__, **record}
-    if kind in (dict, OrderedDict):
-        return {"kind": kind.__name__, "keys": [_written_key(key) for key in context], **record}
     if kind is namedtuple:  # of pytree: any class that namedtuple made
         name = [context.__module__, context.__qualname__]
         if _imported(name) is not context:
@@ -318,13 +451,16 @@ def _written(spec: pytree.TreeSpec) -> Any:
                 f"a {'.'.join(name)}, which other ranks cannot import by its name: define it at the top level of a module, or "
                 "return a tuple or dict"
             )
-        return {"kind": "namedtuple", "name": name, **record}
-    if kind.__module__ == "torch.return_types":
-        return {"kind": "torch.return_types", "name": kind.__name__, **record}
-    raise NotImplementedError(
-        f"a {kind.__name__}, whose structure cannot be told to another rank: return a tuple, list or dict, or register it "
-        "with a serialized_type_name in torch.utils._pytree"
-    )
+        context = name
+    elif kind in (dict, OrderedDict):
+        context = [_written_key(key) for key in context]
+    elif kind not in (tuple, list) and kind.__module__ != _RETURNED:
+        raise NotImplementedError(
+            f"a {kind.__name__}, whose structure cannot be told to another rank: return a tuple, list or dict, or register it "
+            "with a serialized_type_name in torch.utils._pytree"
+        )
+    children = [_written(child) for child in spec.children()]
+    return {"kind": [kind.__module__, kind.__name__], "context": context, "children": children}
 
 
 def _written_key(key: Any) -> Any:
@@ -351,12 +487,12 @@ def _imported(name: list[str]) -> Any:
 def _read(record: Any) -> pytree.TreeSpec:
     if record is None:
         return pytree.tree_structure(0)
-    kind, children = record["kind"], [_read(child) for child in record["children"]]
-    if kind == "namedtuple":
-        return pytree.TreeSpec(namedtuple, _imported(record["name"]), children)
-    if kind == "torch.return_types":
-        return pytree.TreeSpec(getattr(torch.return_types, record["name"]), None, children)
-    return pytree.TreeSpec(_KINDS[kind], list(map(_read_key, record["keys"])) if "keys" in record else None, children)
+    (module, name), context, children = record["kind"], record["context"], list(map(_read, record["children"]))
+    if module == _RETURNED:
+        return pytree.TreeSpec(getattr(torch.return_types, name), None, children)
+    if name == namedtuple.__name__:
+        return pytree.TreeSpec(namedtuple, _imported(context), children)
+    return pytree.TreeSpec(_KINDS[name], None if context is None else list(map(_read_key, context)), children)
 
 
 def _read_key(key: Any) -> Any:

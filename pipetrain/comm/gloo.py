@@ -8,12 +8,14 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, Store
 
-from pipetrain.comm.courier import FOREVER, Courier, Pair, Transfer, break_off, finish, make_pair, make_ring
+from pipetrain.comm.courier import FOREVER, Courier, Pair, Transfer, break_off, finish, make_pair
 from pipetrain.comm.ends import Arrived, Ended, MakeBuffers
 from pipetrain.comm.failure import Monitor
 from pipetrain.comm.forms import Form, flat_bytes
@@ -27,57 +29,32 @@ _SETTLE_SECONDS = 0.5
 _PATIENCE_SECONDS = 0.05
 
 
-class GlooEdges:
-    """Makes the ends of the stage edges of one rank; `store` is that of its replica, `of_all` that of all ranks."""
-
-    def __init__(self, store: Store, lanes: Lanes, monitor: Monitor, of_all: Store | None = None) -> None:
-        self._store = store
-        self._of_all = store if of_all is None else of_all
-        self._lanes = lanes
-        self._monitor = monitor
-        self._reduces: _Reduces | None = None
-
-    def inbound(self, edge: int, direction: str, place: int, peer: str) -> GlooEnd:
-        pair = make_pair(self._store, f"edge/{edge}/{direction}", place, peer, self._monitor)
-        return GlooEnd(pair, 1 - place, peer, self._lanes, self._monitor)
-
-    outbound = inbound
-
-    def reducer(self, ranks: tuple[int, ...], place: int, peer: str) -> GlooReducer:
-        name = f"reduce/{'/'.join(map(str, ranks))}"
-        ring = make_ring(self._of_all, name, place, len(ranks), peer, self._monitor)
-        if self._reduces is None:
-            self._reduces = _Reduces(self._monitor)
-        sides = sorted({(place - 1) % len(ranks), (place + 1) % len(ranks)})
-        others = {other: self._monitor.named(ranks[other]) for other in sides}
-        return GlooReducer(ring, others, peer, self._reduces, self._lanes)
-
-
+@dataclass(eq=False)
 class GlooEnd:
-    """Either end of one stage edge and direction: `ends.Inbound`, `ends.Outbound`."""
+    """Either end of one stage edge and direction: `ends.MessageEnd`."""
 
     reads_later = False
+    pair: Pair
+    other: int  # the place of `peer` in the pair
+    peer: str
+    lanes: Lanes
+    monitor: Monitor
 
-    def __init__(self, pair: Pair, other: int, peer: str, lanes: Lanes, monitor: Monitor) -> None:
-        """`other` is the place of `peer` in the pair."""
-        self.peer = peer
-        self._pair = pair
-        self._other = other
-        self._lanes = lanes
-        self._courier = Courier(f"messages with {peer}", peer, monitor)
-        self.close = self._courier.close
+    def __post_init__(self) -> None:
+        self.courier = Courier(f"messages with {self.peer}", self.peer, self.monitor)
+        self.close = self.courier.close
 
     def post(self, op: Op, form: Form | None, make_buffers: MakeBuffers, arrived: Arrived) -> None:
         def job() -> Ended:
             start = time.perf_counter()
-            known = receive_form(self._pair, self._other) if form is None else form
+            known = receive_form(self.pair, self.other) if form is None else form
             tensors = make_buffers(known)
             for tensor in tensors or ([] if form is None else [_word()]):
-                finish(self._pair.recv([flat_bytes(tensor)], self._other, _TAG))
-            self._lanes.record(Lane.RECV, op, start, time.perf_counter())
+                finish(self.pair.recv([flat_bytes(tensor)], self.other, _TAG))
+            self.lanes.record(Lane.RECV, op, start, time.perf_counter())
             return lambda: arrived(known, lambda: tensors)
 
-        self._courier.submit(str(op), job)
+        self.courier.submit(str(op), job)
 
     def send(
         self, op: Op, form: Form | None, tensors: list[Tensor], left: Ended, ready: Callable[[], None] | None = None
@@ -86,50 +63,45 @@ class GlooEnd:
         called = time.perf_counter()
         # Few bytes alone: to copy more would keep the computing thread longer than to wake another.
         is_short = form is None and ready is None and sum(tensor.nbytes for tensor in tensors) <= _SHORT_BYTES
-        short = self._courier.begun(self._transfer(*tensors or [_word()])) if is_short and len(tensors) <= 1 else None
+        transfers: list[Transfer] = [
+            functools.partial(self.pair.send, [flat_bytes(tensor)], self.other, _TAG)
+            for tensor in tensors or ([_word()] if form is None else [])
+        ]
+        if is_short and len(transfers) == 1:
+            transfers = [self.courier.begun(transfers[0])]
 
         def job() -> Ended:
             start = called
             if ready is not None:
                 ready()
                 start = time.perf_counter()
-            if short is not None:
-                finish(short())
-            else:
-                if form is not None:
-                    send_form(self._pair, self._other, form)
-                for tensor in tensors or ([_word()] if form is None else []):
-                    finish(self._transfer(tensor)())
-            self._lanes.record(Lane.SEND, op, start, time.perf_counter())
+            if form is not None:
+                send_form(self.pair, self.other, form)
+            for transfer in transfers:
+                finish(transfer())
+            transfers.clear()  # they hold the tensors
+            self.lanes.record(Lane.SEND, op, start, time.perf_counter())
             return left
 
-        self._courier.submit(str(op), job)
-
-    def _transfer(self, tensor: Tensor) -> Transfer:
-        return functools.partial(self._pair.send, [flat_bytes(tensor)], self._other, _TAG)
+        self.courier.submit(str(op), job)
 
     def abort(self) -> None:
-        break_off(self._pair, self._other)
+        break_off(self.pair, self.other)
 
 
-class _Reduces:
-    """The one thread on which a rank sums gradients, so that sums end in the lane's order. `lost` is who was lost."""
-
-    def __init__(self, monitor: Monitor) -> None:
-        self.lost = "another rank"
-        self.courier = Courier("reduce", lambda: self.lost, monitor)
-
-
+@dataclass(eq=False)
 class GlooReducer:
     """One end of several ranks that add up gradients, in a ring: `ends.Reducer`. `others` are the two at its sides, by place, or the one."""
 
-    def __init__(self, ring: Pair, others: Mapping[int, str], peer: str, reduces: _Reduces, lanes: Lanes) -> None:
-        self.peer = peer
-        self._ring = ring
-        self._others = others
-        self._reduces = reduces
-        self._lanes = lanes
-        self.close = reduces.courier.close
+    ring: Pair
+    others: Mapping[int, str]
+    peer: str
+    courier: Courier
+    lanes: Lanes
+    monitor: Monitor
+
+    def __post_init__(self) -> None:
+        self.close = self.courier.close
         self._options = AllreduceOptions()
         self._options.timeout = FOREVER
 
@@ -148,27 +120,55 @@ class GlooReducer:
             start = time.perf_counter()
             try:
                 for tensor in tensors:
-                    finish(self._ring.allreduce([tensor], self._options))
-            except RuntimeError:
-                self._reduces.lost = " or ".join(self._find_lost())
+                    finish(self.ring.allreduce([tensor], self._options))
+            except RuntimeError as error:
+                self.monitor.lost(str(op), " or ".join(self._find_lost()), error)
                 raise
             settle()
-            self._lanes.record(Lane.REDUCE, op, start, time.perf_counter())
+            self.lanes.record(Lane.REDUCE, op, start, time.perf_counter())
             return ended
 
-        self._reduces.courier.submit(str(op), job)
+        self.courier.submit(str(op), job)
 
     def _find_lost(self) -> list[str]:
         """Of those at its sides, who is gone."""
-        if len(self._others) == 1:
-            return list(self._others.values())
+        if len(self.others) == 1:
+            return list(self.others.values())
         time.sleep(_SETTLE_SECONDS)
-        lost = [name for other, name in self._others.items() if break_off(self._ring, other, _PATIENCE_SECONDS)]
-        return lost or [*self._others.values()]
+        lost = [name for other, name in self.others.items() if break_off(self.ring, other, _PATIENCE_SECONDS)]
+        return lost or [*self.others.values()]
 
     def abort(self) -> None:
-        for other in self._others:
-            break_off(self._ring, other)
+        for other in self.others:
+            break_off(self.ring, other)
+
+
+@dataclass(eq=False)
+class GlooEdges:
+    """Makes the ends of the stage edges of one rank; `store` is that of its replica, `of_all` that of all ranks."""
+
+    store: Store
+    of_all: Store
+    lanes: Lanes
+    monitor: Monitor
+    _end: ClassVar[type[GlooEnd]] = GlooEnd
+    _reducer: ClassVar[type[GlooReducer]] = GlooReducer
+
+    @functools.cached_property
+    def _reduces(self) -> Courier:
+        # One thread on which a rank sums gradients, so that sums end in the lane's order.
+        return Courier("reduce", "another rank", self.monitor)
+
+    def end(self, edge: int, direction: str, place: int, peer: str) -> GlooEnd:
+        pair = make_pair(self.store, f"edge/{edge}/{direction}", place, peer, self.monitor)
+        return self._end(pair, 1 - place, peer, self.lanes, self.monitor)
+
+    def reducer(self, ranks: tuple[int, ...], place: int, peer: str) -> GlooReducer:
+        name = f"reduce/{'/'.join(map(str, ranks))}"
+        ring = make_pair(self.of_all, name, place, peer, self.monitor, len(ranks))
+        sides = sorted({(place - 1) % len(ranks), (place + 1) % len(ranks)})
+        others = {other: self.monitor.named(ranks[other]) for other in sides}
+        return self._reducer(ring, others, peer, self._reduces, self.lanes, self.monitor)
 
 
 def _word() -> Tensor:

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from pipetrain.comm.address import is_rank
 from pipetrain.comm.chain import Chain, Everyone
 from pipetrain.comm.coordinates import REPLICA_STAGE, Grid, Names, grid_of
+from pipetrain.comm.device import choose_device
 from pipetrain.comm.failure import FailureBoard, Monitor, PipelineError
-from pipetrain.comm.own_device import choose_device
 from pipetrain.comm.torch_distributed import (
     check_mesh,
     grid_of_mesh,

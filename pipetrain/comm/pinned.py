@@ -16,17 +16,16 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
 
-from pipetrain.comm.device import Device, Event
+from pipetrain.comm.device import Device
 from pipetrain.comm.ends import Arrived, Collect, Ended, MakeBuffers
 from pipetrain.comm.failure import Monitor, PipelineError
 from pipetrain.comm.forms import Form, flat_bytes
 from pipetrain.comm.gloo import GlooEdges, GlooEnd, GlooReducer
-from pipetrain.comm.lanes import Lanes
 from pipetrain.schedule.op import Lane, Op
 
 _META = torch.device("meta")
@@ -36,86 +35,72 @@ _ALIGNMENT = 16  # bytes; the largest entry of a tensor (complex128)
 _POLL_SECONDS = 1e-4
 
 
-class PinnedEdges:
-    """Makes the ends of the stage edges of one rank."""
+class PinnedEnd(GlooEnd):
+    """Either end of one stage edge and direction, between slots."""
 
-    def __init__(self, store: Store, lanes: Lanes, monitor: Monitor, of_all: Store | None = None) -> None:
-        self._over_gloo = GlooEdges(store, lanes, monitor, of_all)
-        self._lanes = lanes
-        self._monitor = monitor
-
-    def inbound(self, edge: int, direction: str, place: int, peer: str) -> PinnedEnd:
-        return PinnedEnd(self._over_gloo.inbound(edge, direction, place, peer), self._lanes, self._monitor)
-
-    outbound = inbound
-
-    def reducer(self, ranks: tuple[int, ...], place: int, peer: str) -> PinnedReducer:
-        return PinnedReducer(self._over_gloo.reducer(ranks, place, peer), self._lanes, self._monitor)
-
-
-class PinnedEnd:
-    """Either end of one stage edge and direction: `ends.Inbound`, `ends.Outbound`."""
-
-    reads_later = False
-
-    def __init__(self, over_gloo: GlooEnd, lanes: Lanes, monitor: Monitor) -> None:
-        self.peer = over_gloo.peer
-        self._over_gloo = over_gloo
-        self.close, self.abort = over_gloo.close, over_gloo.abort
-        self._lanes = lanes
-        self._sending = _SendingSlots(lanes.device, monitor)
-        self._receiving = itertools.cycle([_ReceivingSlot(lanes.device, monitor) for _ in range(_NUM_SLOTS)])
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        device = self.lanes.device
+        self._sending = _SendingSlots(device, self.monitor)
+        self._receiving = itertools.cycle([_ReceivingSlot(device, self.monitor) for _ in range(_NUM_SLOTS)])
 
     def post(self, op: Op, form: Form | None, make_buffers: MakeBuffers, arrived: Arrived) -> None:
         slot = next(self._receiving)
 
         def came(known: Form, collect: Collect, _: Callable[[], None] = lambda: None, /) -> None:
             in_slot, tensors = collect(), list[Tensor]()
-            slot.take()
+            slot.is_free = lambda: False  # what has come is not on its way to the device yet
 
             def land() -> None:
-                with self._lanes.on(Lane.RECV, (), op):
+                with self.lanes.on(Lane.RECV, (), op):
                     tensors.extend(make_buffers(known))
                     for tensor, source in zip(tensors, in_slot):
-                        self._lanes.device.copy(flat_bytes(tensor), source)  # [2]
-                    slot.give_back(self._lanes.mark(Lane.RECV, op))  # [3]
+                        self.lanes.device.copy(flat_bytes(tensor), source)  # [2]
+                    read = self.lanes.mark(Lane.RECV, op)  # [3]
+                slot.is_free = lambda: self.lanes.device.has_ended(read)
 
             arrived(known, lambda: tensors, land)
 
-        self._over_gloo.post(op, form, slot.tensors, came)
+        super().post(op, form, slot.tensors, came)
 
-    def send(self, op: Op, form: Form | None, tensors: list[Tensor], left: Ended) -> None:
+    def send(self, op: Op, form: Form | None, tensors: list[Tensor], left: Ended) -> None:  # type: ignore[override]
         slot, in_slot, ready = self._sending.fill(tensors)
 
         def sent() -> None:
             self._sending.free.append(slot)
             left()
 
-        self._over_gloo.send(op, form, in_slot, sent, ready)
+        super().send(op, form, in_slot, sent, ready)
 
 
-class PinnedReducer:
-    """One end of several ranks that add up gradients: `ends.Reducer`. The host adds them up, in a slot."""
+class PinnedReducer(GlooReducer):
+    """One end of several ranks that add up gradients. The host adds them up, in a slot."""
 
-    def __init__(self, over_gloo: GlooReducer, lanes: Lanes, monitor: Monitor) -> None:
-        self.peer = over_gloo.peer
-        self._over_gloo = over_gloo
-        self.close, self.abort = over_gloo.close, over_gloo.abort
-        self._lanes = lanes
-        self._slots = _SendingSlots(lanes.device, monitor)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._slots = _SendingSlots(self.lanes.device, self.monitor)
 
-    def reduce(self, op: Op, tensors: list[Tensor], settle: Callable[[], None], ended: Callable[..., None]) -> None:
+    def reduce(  # type: ignore[override]
+        self, op: Op, tensors: list[Tensor], settle: Callable[[], None], ended: Callable[..., None]
+    ) -> None:
         slot, in_slot, ready = self._slots.fill(tensors)
 
         def land() -> None:
-            with self._lanes.on(Lane.REDUCE, (), op):
+            with self.lanes.on(Lane.REDUCE, (), op):
                 for tensor, source in zip(tensors, in_slot):
-                    self._lanes.device.copy(flat_bytes(tensor), source)
+                    self.lanes.device.copy(flat_bytes(tensor), source)
                 settle()
-                self._lanes.mark(Lane.REDUCE, op)
+                self.lanes.mark(Lane.REDUCE, op)
             self._slots.free.append(slot)  # what is copied into it next comes behind this, on the same stream
 
-        self._over_gloo.reduce(op, in_slot, lambda: None, lambda: ended(land), ready)
+        super().reduce(op, in_slot, lambda: None, lambda: ended(land), ready)
+
+
+class PinnedEdges(GlooEdges):
+    """Makes the ends of the stage edges of one rank."""
+
+    _end = PinnedEnd
+    _reducer = PinnedReducer
 
 
 class _Slot:
@@ -135,49 +120,36 @@ class _Slot:
         ]
 
 
+@dataclass(eq=False)
 class _SendingSlots:
     """As many slots as messages were unsent at a time; `free`: their messages have left."""
 
-    def __init__(self, device: Device, monitor: Monitor) -> None:
-        self.free: deque[_Slot] = deque()
-        self._device = device
-        self._monitor = monitor
+    device: Device
+    monitor: Monitor
+    free: deque[_Slot] = field(default_factory=deque, init=False)
 
     def fill(self, tensors: Sequence[Tensor]) -> tuple[_Slot, list[Tensor], Callable[[], None]]:
         """A slot with copies of `tensors`, the copies, and what a courier calls to wait for them."""
-        slot = self.free.popleft() if self.free else _Slot(self._device)
+        slot = self.free.popleft() if self.free else _Slot(self.device)
         in_slot = slot.like(tensors)
         for target, tensor in zip(in_slot, tensors):
-            self._device.copy(target, flat_bytes(tensor))  # [2] on the queue's own stream
-        copied = self._device.record(self._device.current())  # [3]
-        return slot, in_slot, lambda: _wait(lambda: self._device.has_ended(copied), self._monitor)
+            self.device.copy(target, flat_bytes(tensor))  # [2] on the queue's own stream
+        copied = self.device.record(self.device.current())  # [3]
+        return slot, in_slot, lambda: _wait(lambda: self.device.has_ended(copied), self.monitor)
 
 
 class _ReceivingSlot(_Slot):
-    """One that is received into again when the device has read what came before."""
+    """One that is received into again when the device has read what came before: when it `is_free()`."""
 
     def __init__(self, device: Device, monitor: Monitor) -> None:
         super().__init__(device)
         self._monitor = monitor
-        self._is_taken = False  # what has come is not on its way to the device yet
-        self._read: Event | None = None
+        self.is_free: Callable[[], bool] = lambda: True
 
     def tensors(self, form: Form) -> list[Tensor]:
         """Buffers for a message of this form. Waits until the slot is free: so on the thread of a courier."""
-        _wait(self._is_free, self._monitor)
+        _wait(lambda: self.is_free(), self._monitor)
         return self.like([leaf.empty(_META) for leaf in form.tensors])
-
-    def _is_free(self) -> bool:
-        return not self._is_taken and (self._read is None or self._device.has_ended(self._read))
-
-    def take(self) -> None:
-        """A message is in it."""
-        self._is_taken = True
-
-    def give_back(self, read: Event) -> None:
-        """From the event `read` on, the device no longer reads it."""
-        self._read = read
-        self._is_taken = False
 
 
 def _wait(is_over: Callable[[], bool], monitor: Monitor) -> None:

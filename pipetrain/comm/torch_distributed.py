@@ -16,7 +16,7 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 
@@ -35,8 +35,8 @@ from pipetrain.comm.address import (
     wait_for,
 )
 from pipetrain.comm.coordinates import REPLICA_STAGE, STAGE_REPLICA, Grid
+from pipetrain.comm.courier import closing_ports, connecting_on_use
 from pipetrain.comm.failure import PipelineError
-from pipetrain.comm.ports import closing_ports
 
 Versions = Mapping[str, str]
 _PACKAGE = __name__.partition(".")[0]
@@ -45,7 +45,6 @@ _SAME = "the same"
 _MOST_NAMED = 8
 # How long a failed rank stays until the others have read why: all have come, and need only read it.
 _STAYS = timedelta(seconds=30)
-_LAZY = "TORCH_GLOO_LAZY_INIT"
 REPLICA, STAGE, TENSOR = "replica", "stage", "tensor"
 _STARTS = itertools.count()  # of torch.distributed in this process: all ranks count alike
 
@@ -109,19 +108,6 @@ def is_on_one_machine() -> bool:
     """Whether all ranks are, as far as their launcher says."""
     size = os.environ.get("WORLD_SIZE", "1")
     return os.environ.get("LOCAL_WORLD_SIZE", "1" if size == "1" else "") == size
-
-
-@contextlib.contextmanager
-def connecting_on_use() -> Iterator[None]:
-    """Gloo groups made meanwhile connect two ranks when these first talk to each other."""
-    before = os.environ.get(_LAZY)
-    os.environ[_LAZY] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_LAZY]
-        if before is not None:
-            os.environ[_LAZY] = before
 
 
 def store_of_this_attempt(timeout: timedelta) -> Store:

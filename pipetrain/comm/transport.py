@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.distributed import Store
 from torch.utils import _pytree as pytree
 
-from pipetrain.comm.ahead import Ring
-from pipetrain.comm.ends import Collect, Edges, End, Inbound, Outbound, Reducer
+from pipetrain.comm.ends import Collect, Edges, End, MessageEnd, Reducer
 from pipetrain.comm.failure import Monitor
-from pipetrain.comm.forms import Form, TensorForm, conform, pack, unpack
+from pipetrain.comm.forms import Form, conform, pack, unpack
 from pipetrain.comm.gloo import GlooEdges
-from pipetrain.comm.lanes import Lanes
+from pipetrain.comm.lanes import Lanes, Ring
 from pipetrain.comm.pinned import PinnedEdges
 from pipetrain.schedule.kinds import REDUCING, Direction, Kind
 from pipetrain.schedule.op import Lane, Op, queue_of
@@ -28,7 +27,6 @@ from pipetrain.stage.meter import ActivationMeter
 _MOST_NAMED = 8  # ranks, in a message
 AUTO = "auto"  # gloo on a CPU, NCCL on GPUs
 GLOO, NCCL, PINNED = "gloo", "nccl", "pinned"
-PER_EDGE = "edge"  # NCCL has a communicator per edge and direction; else per "pair"
 
 
 class Transport:
@@ -60,14 +58,13 @@ class Transport:
         self._meter = meter
         self._device = device
         self._lanes = lanes
-        self._inbound: dict[tuple[int, Kind], Inbound] = {}  # by receiving stage
-        self._outbound: dict[tuple[int, Kind], Outbound] = {}  # by sending stage
+        self._messages: dict[tuple[int, Kind], MessageEnd] = {}  # by own stage, and the kind of its receives or sends
         self._reducers: dict[tuple[int, int | None], Reducer] = {}  # by own stage and the other one
         self._arrived: dict[Op, tuple[Form, Collect]] = {}
         self._early: dict[Op, list[int]] = {}  # in the meter, from arrival to use
         self._unsent: set[Op] = set()
         self._reducing: set[Op] = set()
-        self._rings: dict[tuple[int, Kind], Ring] = {}  # of the inbound ones, on a device that runs ahead
+        self._rings: dict[tuple[int, Kind], Ring] = {}  # of receives, on a device that runs ahead
         self.ended: deque[tuple[Op, Callable[[], None]]] = deque()  # and what its end still has to launch
         self._forms: dict[Op, Form] = {}
         self._described = (True, True)
@@ -86,13 +83,10 @@ class Transport:
             if low == high or self._rank not in (low, high):
                 continue
             place = int(self._rank == high)
-            peer = self._named(low if place else high)
-            if place:
-                self._inbound[edge + 1, Kind.RECV_F] = edges.inbound(edge, "F", place, peer)
-                self._outbound[edge + 1, Kind.SEND_B] = edges.outbound(edge, "B", place, peer)
-            else:
-                self._outbound[edge, Kind.SEND_F] = edges.outbound(edge, "F", place, peer)
-                self._inbound[edge, Kind.RECV_B] = edges.inbound(edge, "B", place, peer)
+            kinds = (Kind.RECV_F, Kind.SEND_B) if place else (Kind.SEND_F, Kind.RECV_B)
+            for direction, kind in zip("FB", kinds):
+                peer = self._named(low if place else high)
+                self._messages[edge + place, kind] = edges.end(edge, direction, place, peer)
 
     def _connect_reducers(
         self,
@@ -127,7 +121,6 @@ class Transport:
 
     def start_step(self, forms: dict[Op, Form], *, described: tuple[bool, bool]) -> None:
         """`forms` of this kind of step: written where `described` (edges before, after the stage), else read."""
-        self.assert_nothing_is_held()
         self._forms, self._described = forms, described
 
     def assert_nothing_is_held(self) -> None:
@@ -154,19 +147,15 @@ class Transport:
 
             def landed() -> None:
                 land()
-                self._hold_early(op, collect)
+                # An input that has come counts as an activation from now on.
+                coming = collect() if _is_activation(op) else ()
+                self._early[op] = [self._meter.hold(tensor, on_its_way=True) for tensor in coming]
 
             if land is _nothing:
                 landed()
             self.ended.append((op, land if land is _nothing else landed))
 
-        self._inbound[op.stage, op.kind].post(op, form, functools.partial(self._make_buffers, op), arrived)
-
-    def _hold_early(self, op: Op, collect: Collect) -> None:
-        """An input that has come counts as an activation from now on."""
-        self._early[op] = (
-            [self._meter.hold(tensor, on_its_way=True) for tensor in collect()] if _is_activation(op) else []
-        )
+        self._messages[op.stage, op.kind].post(op, form, functools.partial(self._make_buffers, op), arrived)
 
     def _make_buffers(self, op: Op, form: Form) -> list[Tensor]:
         """What a message of this form is received into: on any thread, or where the device runs ahead on the one that launches."""
@@ -201,7 +190,7 @@ class Transport:
         Raises:
             PipelineError: another form than in earlier steps.
         """
-        end = self._outbound[op.stage, op.kind]
+        end = self._messages[op.stage, op.kind]
         form, tensors = pack(leaves, wants_gradient, spec, fixed)
         told = form if self._is_described(op) else None
         if told is not None:
@@ -254,10 +243,10 @@ class Transport:
     def _end_of(self, op: Op) -> End | None:
         if op.kind in REDUCING:
             return self._reducers.get((op.stage, op.peer))
-        return self._inbound.get((op.stage, op.kind)) or self._outbound.get((op.stage, op.kind))
+        return self._messages.get((op.stage, op.kind))
 
     def _ends(self) -> list[End]:
-        return [*self._inbound.values(), *self._outbound.values(), *dict.fromkeys(self._reducers.values())]
+        return [*self._messages.values(), *dict.fromkeys(self._reducers.values())]
 
     def close(self) -> None:
         for end in self._ends():
@@ -274,16 +263,6 @@ def _is_activation(op: Op) -> bool:
     return op.kind.row.direction is Direction.FORWARD
 
 
-def wanted(form: Form) -> frozenset[int]:
-    """The leaves of a received message that need a gradient; of a tensor that occurs twice, the first leaf."""
-    return frozenset(n for n, leaf in enumerate(form.leaves) if isinstance(leaf, TensorForm) and leaf.needs_gradient)
-
-
-def fixed_leaves(form: Form) -> dict[int, str]:
-    """The leaves of a received message that may not be changed in place, and why."""
-    return {n: leaf.fixed for n, leaf in enumerate(form.leaves) if isinstance(leaf, TensorForm) and leaf.fixed}
-
-
 def _nothing() -> None:
     """Of a transfer that has ended there is nothing left to launch."""
 
@@ -295,11 +274,11 @@ def make_edges(
     device: torch.device,
     stage_ranks: Sequence[int],
     *,
-    edges: str = AUTO,
-    communicators: str = PER_EDGE,
-    of_all: Store | None = None,
+    edges: str,
+    communicators: str,
+    of_all: Store,
 ) -> Edges:
-    """The library that carries the messages, as `carrier_of` says. `store` is that of this replica, `of_all` that of all ranks, if another.
+    """The library that carries the messages, as `carrier_of` says. `store` is that of this replica, `of_all` that of all ranks.
 
     Raises:
         ValueError: `edges` names one that there is not here.
@@ -308,9 +287,9 @@ def make_edges(
     if carrier == NCCL:
         from pipetrain.comm.nccl import NcclEdges  # only where torch was built with NCCL
 
-        return NcclEdges(store, lanes, monitor, device, stage_ranks, communicators, of_all)
+        return NcclEdges(store, of_all, lanes, monitor, device, stage_ranks, communicators)
     made = PinnedEdges if carrier == PINNED else GlooEdges
-    return made(store, lanes, monitor, of_all)
+    return made(store, of_all, lanes, monitor)
 
 
 def carrier_of(edges: str, device: torch.device) -> str:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipetrain.comm.chain import Everyone
+from pipetrain.comm.device import identity_of
 from pipetrain.comm.failure import PipelineError
 from pipetrain.comm.forms import Form, is_plain
 from pipetrain.comm.group import Group
-from pipetrain.comm.own_device import identity_of
 from pipetrain.comm.transport import NCCL, carrier_of
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.cut import Counted, checked_rows, cut, row_counts, rows_fault, weights_of

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from pipetrain.comm.crossing import cross, memories
 from pipetrain.comm.failure import FailureBoard, Monitor, PipelineError
+from pipetrain.comm.forms import cross, memories
 from pipetrain.comm.lanes import Lanes
-from pipetrain.comm.transport import Transport, fixed_leaves, wanted
+from pipetrain.comm.transport import Transport
 from pipetrain.runtime.gradients import SharedGradients
 from pipetrain.runtime.host_copies import HostCopies
 from pipetrain.runtime.program import COMPUTING, Places, Program, ProgramEntry
@@ -293,7 +293,7 @@ class Executor:
         if not entry.is_received:
             return self._given.pop(source)
         leaves, form = self._transport.take(source)
-        return _Boundary(leaves, wanted(form), form.spec, fixed_leaves(form), is_shared=False)
+        return _Boundary(leaves, form.wanted, form.spec, form.fixed, is_shared=False)
 
     # The end ------------------------------------------------------------------------------------------------------
 

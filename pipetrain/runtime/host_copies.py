@@ -21,10 +21,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, UntypedStorage
 
-from pipetrain.comm.ahead import Moment, Ring
 from pipetrain.comm.device import Device
 from pipetrain.comm.failure import Monitor
-from pipetrain.comm.lanes import Lanes
+from pipetrain.comm.lanes import Lanes, Moment, Ring
 from pipetrain.runtime.program import ProgramEntry
 from pipetrain.schedule.kinds import COPY_LANES
 from pipetrain.schedule.op import Lane, Op

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 import pytest
 
-from pipetrain.comm.ahead import Ahead
+from pipetrain.comm.lanes import Ahead
 from pipetrain.schedule.op import Kind, Lane, Op
 
 SEND = (0, Kind.SEND_F)

@@ -105,12 +105,12 @@ class AtOnce:
 def make(nccl: ModuleType, stage_ranks: tuple[int, ...], rank: int, communicators: str = "edge") -> Any:
     monitor = Monitor(rank, FailureBoard(None), timeout_seconds=0.2)
     lanes = Lanes(rank, Device())
-    return nccl.NcclEdges(HashStore(), lanes, monitor, CPU, stage_ranks, communicators), lanes, monitor
+    return nccl.NcclEdges(HashStore(), HashStore(), lanes, monitor, CPU, stage_ranks, communicators), lanes, monitor
 
 
 def test_a_form_goes_ahead_of_its_tensors(nccl: ModuleType) -> None:
     edges, lanes, _ = make(nccl, (0, 1), 0)
-    end = edges.outbound(0, "F", 0, "rank 1")
+    end = edges.end(0, "F", 0, "rank 1")
     Group.said.clear()
     lanes.start_step()
     tensors = [torch.zeros(2, 3, dtype=torch.complex64), torch.zeros(0), torch.ones(5, dtype=torch.bool)]
@@ -194,7 +194,7 @@ def test_after_a_failure_nobody_waits(nccl: ModuleType) -> None:
 
 
 def test_what_torch_is_asked_for(nccl: ModuleType) -> None:
-    make(nccl, (0, 1), 0)[0].outbound(0, "F", 0, "rank 1")
+    make(nccl, (0, 1), 0)[0].end(0, "F", 0, "rank 1")
     (group,) = Group.made
     assert group.options.is_high_priority_stream, "messages go before F, R and B"
     assert group.options.config.max_ctas == 4
@@ -224,10 +224,8 @@ class Meetings:
     def __init__(self) -> None:
         self.order: list[tuple[int, str]] = []
 
-    def inbound(self, edge: int, direction: str, place: int, peer: str) -> Any:  # noqa: ARG002
+    def end(self, edge: int, direction: str, place: int, peer: str) -> Any:  # noqa: ARG002
         self.order.append((edge, direction))
-
-    outbound = inbound
 
 
 def rounds(stage_ranks: tuple[int, ...]) -> int:

@@ -17,11 +17,10 @@ from one_gpu import Shared, compare_all, every_case
 from ranks import NEVER_SECONDS, run_ranks
 from torch import Tensor, nn
 
-from pipetrain.comm.device import CpuDevice, OnWait, _waits_seen
+from pipetrain.comm.device import CpuDevice, OnWait, _waits_seen, choose_device
 from pipetrain.comm.failure import FailureBoard, Monitor, PipelineError
 from pipetrain.comm.forms import Form, TensorForm, flat_bytes
 from pipetrain.comm.lanes import Lanes
-from pipetrain.comm.own_device import choose_device
 from pipetrain.comm.pinned import _ReceivingSlot, _Slot
 from pipetrain.comm.transport import AUTO, NCCL, PINNED, carrier_of
 from pipetrain.config.load import load_config
@@ -77,13 +76,13 @@ def test_a_message_waits_for_its_turn_in_a_slot() -> None:
     slot = _ReceivingSlot(CpuDevice(), monitor)
     form = Form(None, (TensorForm((2,), (1,), torch.float32, needs_gradient=False),))
     (first,) = slot.tensors(form)
-    slot.take()
+    slot.is_free = lambda: False
     came: list[Tensor] = []
     courier = threading.Thread(target=lambda: came.extend(slot.tensors(form)), daemon=True)
     courier.start()
     courier.join(0.05)
     assert came == []
-    slot.give_back(CpuDevice().record(None))
+    slot.is_free = lambda: True
     courier.join()
     assert came[0].data_ptr() == first.data_ptr()
 
@@ -91,7 +90,7 @@ def test_a_message_waits_for_its_turn_in_a_slot() -> None:
 def test_a_courier_goes_when_the_pipeline_has_failed() -> None:
     monitor = Monitor(0, FailureBoard(None), timeout_seconds=NEVER_SECONDS)
     slot = _ReceivingSlot(CpuDevice(), monitor)
-    slot.take()
+    slot.is_free = lambda: False
     monitor.fail("rank 1 failed")
     with pytest.raises(PipelineError, match="rank 1 failed"):
         slot.tensors(Form(None, ()))

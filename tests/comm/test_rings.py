@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipetrain.comm.ahead import Ring
 from pipetrain.comm.device import CpuDevice
 from pipetrain.comm.forms import TensorForm
-from pipetrain.comm.lanes import Lanes
+from pipetrain.comm.lanes import Lanes, Ring
 from pipetrain.schedule.op import Kind, Lane, Op, queue_of
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from pipetrain.comm.clocks import StepClock
 from pipetrain.comm.device import HIGH, LOW, CpuDevice, CudaDevice
-from pipetrain.comm.device_clock import StepClock
 from pipetrain.comm.lanes import Lanes
 from pipetrain.schedule.op import Kind, Lane, Op
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipetrain.comm.clocks import StepClock
 from pipetrain.comm.device import CpuDevice
-from pipetrain.comm.device_clock import StepClock
 from pipetrain.comm.failure import FailureBoard, Monitor
 from pipetrain.comm.forms import Form, TensorForm
 from pipetrain.comm.lanes import Lanes
@@ -97,7 +97,6 @@ class _End:
     """Either end of an edge whose transfers only get launched."""
 
     lanes: Lanes
-    lane: Lane
     peer: str
     let_go: dict[Op, dict[int, int]]  # what had been sent, and what the compute stream came after when it was freed
 
@@ -105,13 +104,13 @@ class _End:
 
     def post(self, op: Op, form: Form | None, make_buffers: Any, arrived: Any) -> None:
         assert form is not None
-        with self.lanes.timed(self.lane, op):
+        with self.lanes.timed(Lane.RECV, op):
             buffers = [buffer.fill_(1.0) for buffer in make_buffers(form)]
         arrived(form, lambda: buffers)
 
     def send(self, op: Op, form: Form | None, tensors: Sequence[Tensor], left: Callable[[], None]) -> None:
         assert form is None
-        with self.lanes.timed(self.lane, op):
+        with self.lanes.timed(Lane.SEND, op):
             for tensor in tensors:
                 weakref.finalize(tensor.untyped_storage(), self._freed, op)
         left()
@@ -128,11 +127,8 @@ class _Edges:
         self.lanes = lanes
         self.let_go: dict[Op, dict[int, int]] = {}
 
-    def inbound(self, edge: int, direction: str, place: int, peer: str) -> _End:  # noqa: ARG002
-        return _End(self.lanes, Lane.RECV, peer, self.let_go)
-
-    def outbound(self, edge: int, direction: str, place: int, peer: str) -> _End:  # noqa: ARG002
-        return _End(self.lanes, Lane.SEND, peer, self.let_go)
+    def end(self, edge: int, direction: str, place: int, peer: str) -> _End:  # noqa: ARG002
+        return _End(self.lanes, peer, self.let_go)
 
 
 def launch(

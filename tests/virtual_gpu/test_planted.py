@@ -17,8 +17,7 @@ from unittest import mock
 import pytest
 from torch import Tensor, nn
 
-from pipetrain.comm.ahead import Ring
-from pipetrain.comm.lanes import Lanes
+from pipetrain.comm.lanes import Lanes, Ring
 from pipetrain.comm.transport import Transport
 from pipetrain.runtime.executor import _TABLE, Executor
 from pipetrain.runtime.runner import CallRunner
@@ -64,13 +63,13 @@ def broken(owner: Any, name: str, old: str, new: str) -> Callable[[], Any]:
     return patch
 
 
-def of_communicator(name: str, old: str, new: str) -> Callable[[], Any]:
+def of_nccl(name: str, old: str, new: str) -> Callable[[], Any]:
     """`comm/nccl.py` is there with the virtual GPU alone."""
 
     def patch() -> Any:
         with nccl_there():
-            from pipetrain.comm.nccl import Communicator
-        return broken(Communicator, name, old, new)()
+            from pipetrain.comm.nccl import NcclEnd
+        return broken(NcclEnd, name, old, new)()
 
     return patch
 
@@ -289,12 +288,12 @@ PLANTED = (
     ),
     Planted(
         "a SEND ends when it begins",
-        of_communicator("send", "self._other, _TAG).wait()", "self._other, _TAG)"),
+        of_nccl("send", "self.other, _TAG).wait()", "self.other, _TAG)"),
         Case("gpipe", ranks=3, last_stage="always"),
     ),
     Planted(
         "a RECV ends when it begins",
-        of_communicator("receive", "self._other, _TAG).wait()", "self._other, _TAG)"),
+        of_nccl("post", "self.other, _TAG).wait()", "self.other, _TAG)"),
         PLAIN,
     ),
     Planted(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipetrain.comm.clocks import StepClock
 from pipetrain.comm.device import DeviceMemory
 from pipetrain.schedule.op import Op
 from virtual_gpu.kernels import Blocks, KernelMode
@@ -40,20 +41,6 @@ class VirtualStream:
 class VirtualEvent:
     number: int
     host_seconds: float = 0.0  # of the launch: what it would be on the device is not modelled
-
-
-class VirtualClock:
-    """When events were launched."""
-
-    def __init__(self, device: VirtualDevice) -> None:
-        self._device = device
-
-    def __call__(self, event: VirtualEvent) -> float:
-        self._device.has_ended(event)
-        return event.host_seconds
-
-    def error_seconds(self) -> float:
-        return 0.0
 
 
 class VirtualDevice:
@@ -156,8 +143,14 @@ class VirtualDevice:
     def memory(self) -> DeviceMemory:
         return DeviceMemory(None)
 
-    def clock(self, *_: Any) -> Any:
-        return VirtualClock(self)
+    def clock(self) -> StepClock:
+        """When events were launched."""
+
+        def read(event: VirtualEvent) -> float:
+            self.has_ended(event)
+            return event.host_seconds
+
+        return StepClock(read, lambda: 0.0)
 
     # What else is written down ------------------------------------------------------------------------------------
 

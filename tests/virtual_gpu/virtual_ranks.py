@@ -114,8 +114,8 @@ class VirtualRanks:
             for module in (chain, nccl):
                 put(module, "break_off", lambda pair, _: pair.cut())
             put(Lanes, "on", _marked(Lanes.on, self))
-            put(nccl.Communicator, "tell", _told(nccl.Communicator.tell, self))
-            put(nccl.Communicator, "hear", _heard(nccl.Communicator.hear, self))
+            put(nccl.NcclEnd, "tell", _told(nccl.NcclEnd.tell, self))
+            put(nccl.NcclEnd, "hear", _heard(nccl.NcclEnd.hear, self))
             put(Courier, "close", self._passing_on(Courier.close))
             put(saver, "device_of", lambda _: self.device)
             for method in ("before_update", "wait"):
@@ -173,7 +173,7 @@ def _nccl_edges(
     """What `make_edges` makes for GPUs."""
     from pipetrain.comm.nccl import NcclEdges
 
-    return NcclEdges(store, lanes, monitor, device, stage_ranks, communicators, of_all)
+    return NcclEdges(store, of_all, lanes, monitor, device, stage_ranks, communicators)
 
 
 class _Maker:
@@ -208,16 +208,16 @@ def _marked(on: Callable[..., AbstractContextManager[Any]], ranks: VirtualRanks)
 
 
 def _told(tell: Callable[..., None], ranks: VirtualRanks) -> Any:
-    def told(communicator: Any, op: Op, form: Form) -> None:
+    def told(end: Any, op: Op, form: Form) -> None:
         ranks.device.tell((ranks.replica, ranks.device.num_calls, op))
-        tell(communicator, op, form)
+        tell(end, op, form)
 
     return told
 
 
 def _heard(hear: Callable[..., Form], ranks: VirtualRanks) -> Any:
-    def heard(communicator: Any, op: Op) -> Form:
-        form = hear(communicator, op)
+    def heard(end: Any, op: Op) -> Form:
+        form = hear(end, op)
         ranks.device.hear((ranks.replica, ranks.device.num_calls, partner_of(op)))
         return form
 

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipetrain.comm.coordinates import Coordinates, Grid
+from pipetrain.comm.courier import closing_ports
 from pipetrain.comm.device import device_of
 from pipetrain.comm.failure import PipelineError
-from pipetrain.comm.ports import closing_ports
 from pipetrain.comm.torch_distributed import all_gather_bytes
 from pipetrain.config.records import RunConfig
 from pipetrain.data.batch import Batch

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipetrain.comm.ports import closing_ports
+from pipetrain.comm.courier import closing_ports
 
 
 def import_deepspeed(device: torch.device) -> Any:
