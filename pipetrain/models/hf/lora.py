@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def merged_weights(tensors: Mapping[str, Tensor], model: PreTrainedModel, config
         return (weight.float() + update).to(weight.dtype)
 
     names = {name.replace(".base_layer.", "."): name for name in tensors if not is_adapter(name)}
-    return LazyTensors(names, merged)
+    return LazyTensors({name: partial(merged, stored) for name, stored in names.items()})
 
 
 def write_adapters(

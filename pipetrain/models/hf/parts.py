@@ -17,6 +17,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -173,7 +174,7 @@ def _traced(model: PreTrainedModel, layers: str, number: int, returns_tuple: boo
     hollow = hollowed(owner, stand_ins).eval()
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     hidden = torch.zeros(1, 2, model.config.hidden_size, device=device, requires_grad=True)
-    calls, returned, num_before, output = _recorded_run(hollow, list_name, number, hidden, returns_tuple, called)
+    calls, returned, output = _recorded_run(hollow, list_name, number, hidden, returns_tuple, called)
     given = [hidden, *returned]
     key = _key_of(calls, given)
     for index, call in enumerate(calls):
@@ -185,14 +186,15 @@ def _traced(model: PreTrainedModel, layers: str, number: int, returns_tuple: boo
     is_view = isinstance(last, Tensor) and last._base is given[-1] and last.shape == given[-1].shape
     if last is not given[-1] and not is_view:
         raise _Unfit("something happens to the hidden state after its last decoder layer that is no module of its own")
-    before = {name for name in stand_ins if name not in called or name in called[:num_before]}
+    at = called.index(list_name)  # the first decoder layer
+    after = [name for name in called[at:] if name != list_name]
     start = f"{owner_name}." if owner_name else ""
     rest = [name for name, child in _beside(model, owner_name) if has_part(child)]
     return Parts(
         layers=layers,
         num_decoder_layers=number,
-        embedding=tuple(start + name for name in stand_ins if name in before),
-        head=(*(start + name for name in called[num_before:]), *rest),
+        embedding=tuple(start + name for name in stand_ins if name in called[:at] or name not in after),
+        head=(*(start + name for name in after), *rest),
         hidden_key=key,
         returns_tuple=returns_tuple,
     )
@@ -215,16 +217,13 @@ def _beside(model: nn.Module, owner: str) -> Iterator[tuple[str, nn.Module]]:
 
 def _recorded_run(
     hollow: nn.Module, list_name: str, number: int, hidden: Tensor, returns_tuple: bool, called: list[str]
-) -> tuple[list[Call], list[Tensor], int, Any]:
-    """What the decoder layers were called with and returned, how many modules had been called before the first, and the owner's output."""
+) -> tuple[list[Call], list[Tensor], Any]:
+    """What the decoder layers were called with and returned, and the owner's output; `called` gets `list_name` at each call of a layer."""
     calls: list[Call] = []
     returned: list[Tensor] = []
-    num_before = 0
 
     def recorder(*args: Any, **kwargs: Any) -> Any:
-        nonlocal num_before
-        if not calls:
-            num_before = len(called)
+        called.append(list_name)
         calls.append((args, kwargs))
         returned.append(torch.zeros_like(hidden, requires_grad=True))
         return (returned[-1],) if returns_tuple else returned[-1]
@@ -244,7 +243,7 @@ def _recorded_run(
         ) from error
     if len(calls) != number:
         raise _Unfit(f"its forward calls {len(calls)} of its {number} decoder layers")
-    return calls, returned, num_before, output
+    return calls, returned, output
 
 
 def _key_of(calls: Sequence[Call], given: Sequence[Tensor]) -> int | str:
@@ -354,7 +353,7 @@ class HfNames:
         return ours + name.removeprefix(theirs)
 
     def to_file(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return LazyTensors({self.in_file(name): name for name in tensors}, tensors.__getitem__)
+        return LazyTensors({self.in_file(name): partial(tensors.__getitem__, name) for name in tensors})
 
     def from_file(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return LazyTensors({self.in_layers(name): name for name in tensors}, tensors.__getitem__)
+        return LazyTensors({self.in_layers(name): partial(tensors.__getitem__, name) for name in tensors})
