@@ -167,7 +167,11 @@ def what_mixes_documents(model: PreTrainedModel, parts: Parts) -> str | None:
 
 
 def _what_mixes(model: PreTrainedModel, parts: Parts) -> str | None:
-    config, generator = _config_on_cpu(model), torch.Generator().manual_seed(0)
+    config, generator = copy.copy(model.config), torch.Generator().manual_seed(0)
+    # Attention and experts that run on the CPU; eager experts multiply by those of these few tokens alone.
+    if config._attn_implementation not in _ON_CPU:
+        config._attn_implementation_internal = "sdpa" if model._supports_sdpa else "eager"
+    config._experts_implementation_internal = "eager"
     first, other, second = torch.randn(3, 2, model.config.hidden_size, generator=generator, dtype=torch.float32)
     rows = torch.stack([torch.cat([first, second]), torch.cat([other, second])])
     frames = _stand_in(FrameMaker(model.get_submodule(parts.owner), parts), model, config, generator)
@@ -222,12 +226,3 @@ def _noise(shape: torch.Size, generator: torch.Generator) -> Tensor:
     length = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
     noise: Tensor = torch.randn(length, generator=generator, dtype=torch.float32) / shape[-1] ** 0.5
     return noise.as_strided(shape, strides)
-
-
-def _config_on_cpu(model: PreTrainedModel) -> PreTrainedConfig:
-    """The model's config, with attention and experts that run on the CPU."""
-    config = copy.copy(model.config)
-    if config._attn_implementation not in _ON_CPU:
-        config._attn_implementation_internal = "sdpa" if model._supports_sdpa else "eager"
-    config._experts_implementation_internal = "eager"  # it multiplies by the experts of these few tokens alone
-    return config

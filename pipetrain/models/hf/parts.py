@@ -88,6 +88,39 @@ class Parts:
         prefix = f"{self.layers}."
         return int(name.removeprefix(prefix).split(".", 1)[0]) + 1 if name.startswith(prefix) else None
 
+    # The names of tensors, both ways: in our layers, and in the whole model of transformers, which is what files have:
+    #
+    # 0.owner.embed_tokens.weight          model.embed_tokens.weight
+    # 1.layer.mlp.up_proj.weight           model.layers.0.mlp.up_proj.weight
+    # 5.model.model.norm.weight            model.norm.weight
+    # 5.model.lm_head.weight               lm_head.weight
+
+    def _prefixes(self, number: int) -> tuple[str, str]:
+        """How names of our layer `number` begin, here and in files."""
+        if number == 0:
+            return "0.owner.", f"{self.owner}." if self.owner else ""
+        if number < self.num_layers - 1:
+            return f"{number}.layer.", f"{self.layers}.{number - 1}."
+        return f"{number}.model.", ""
+
+    def in_file(self, name: str) -> str:
+        """What transformers calls the tensor that we call `name`."""
+        ours, theirs = self._prefixes(int(name.partition(".")[0]))
+        return theirs + name.removeprefix(ours)
+
+    def in_layers(self, name: str) -> str:
+        """What we call the tensor that transformers calls `name`. One that it has no layer for is called as it is."""
+        if (number := self.layer_of(name)) is None:
+            return name
+        ours, theirs = self._prefixes(number)
+        return ours + name.removeprefix(theirs)
+
+    def to_file(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return LazyTensors({self.in_file(name): partial(tensors.__getitem__, name) for name in tensors})
+
+    def from_file(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return LazyTensors({self.in_layers(name): partial(tensors.__getitem__, name) for name in tensors})
+
 
 class Elsewhere(nn.Module):
     """Stands where another stage has the module: without weights, and never run. `number` is our layer that it belongs to."""
@@ -274,24 +307,19 @@ def _tensors_with_gradient(call: Call) -> list[int | str]:
 
 def hollowed(module: nn.Module, replaced: Mapping[str, nn.Module | None]) -> Any:
     """A copy of `module` that shares all it has with it, but for the modules of these names: others stand there, or (None) nothing."""
-    copy = object.__new__(type(module))
+    copy: Any = object.__new__(type(module))
     copy.__dict__ = {
         name: dict(value) if name in ("_modules", "_parameters", "_buffers") else value
         for name, value in vars(module).items()
     }
-    inner: dict[str, dict[str, nn.Module | None]] = {}
     for name, other in replaced.items():
         first, _, rest = name.partition(".")
         if rest:
-            inner.setdefault(first, {})[rest] = other
+            copy._modules[first] = hollowed(copy._modules[first], {rest: other})
         elif other is None:
             del copy._modules[first]
         else:
             copy._modules[first] = other
-    for first, others in inner.items():
-        child = copy._modules[first]
-        assert child is not None
-        copy._modules[first] = hollowed(child, others)
     return copy
 
 
@@ -317,43 +345,3 @@ def masks_decided(*, packed: bool, waits: bool) -> Iterator[None]:
             yield
         finally:
             masking_utils.find_packed_sequence_indices, masking_utils.is_tracing = found, tracing
-
-
-@dataclass(frozen=True)
-class HfNames:
-    """The names of a model with these parts, both ways: in our layers, and in the whole model of transformers, which is what files have.
-
-    0.owner.embed_tokens.weight          model.embed_tokens.weight
-    1.layer.mlp.up_proj.weight           model.layers.0.mlp.up_proj.weight
-    5.model.model.norm.weight            model.norm.weight
-    5.model.lm_head.weight               lm_head.weight
-    """
-
-    parts: Parts
-
-    def _prefixes(self, number: int) -> tuple[str, str]:
-        """How names of our layer `number` begin, here and in files."""
-        if number == 0:
-            return "0.owner.", f"{self.parts.owner}." if self.parts.owner else ""
-        if number < self.parts.num_layers - 1:
-            return f"{number}.layer.", f"{self.parts.layers}.{number - 1}."
-        return f"{number}.model.", ""
-
-    def in_file(self, name: str) -> str:
-        """What transformers calls the tensor that we call `name`."""
-        ours, theirs = self._prefixes(int(name.partition(".")[0]))
-        return theirs + name.removeprefix(ours)
-
-    def in_layers(self, name: str) -> str:
-        """What we call the tensor that transformers calls `name`. One that it has no layer for is called as it is."""
-        number = self.parts.layer_of(name)
-        if number is None:
-            return name
-        ours, theirs = self._prefixes(number)
-        return ours + name.removeprefix(theirs)
-
-    def to_file(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return LazyTensors({self.in_file(name): partial(tensors.__getitem__, name) for name in tensors})
-
-    def from_file(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return LazyTensors({self.in_layers(name): partial(tensors.__getitem__, name) for name in tensors})
