@@ -82,8 +82,13 @@ class BatchCheck:
                 raise ValueError(
                     f"{key} has the shape {list(value.shape)}, {_IDS} {list(ids.shape)}: both are [batch, sequence]"
                 )
-        if isinstance(mask, Tensor) and isinstance(positions, Tensor):
-            _check_no_restart(mask, positions)
+        are_both = isinstance(mask, Tensor) and isinstance(positions, Tensor) and mask.device.type == "cpu"
+        # Beside any mask transformers does not look at positions that start again.
+        if are_both and _start_again(positions, (mask[:, 1:] != 0) & (mask[:, :-1] != 0)):
+            raise ValueError(
+                f"{_POSITIONS} start again within a sample, beside an {_MASK}: transformers then lets the packed documents see each other. "
+                f"Leave {_MASK} out, and make the padded tail a document of its own, with {IGNORED} as its targets"
+            )
         if mask is None and isinstance(positions, Tensor) and _start_again(positions) and (why := self.what_mixes()):
             raise ValueError(
                 f"{_POSITIONS} start again within a sample, and the layers of this model let packed documents see each other: {why}; give "
@@ -126,15 +131,6 @@ def shifted(labels: Tensor, positions: Tensor | None = None) -> Tensor:
     if positions is not None:
         targets[:, :-1].masked_fill_(positions[:, 1:] != positions[:, :-1] + 1, IGNORED)
     return targets
-
-
-def _check_no_restart(mask: Tensor, positions: Tensor) -> None:
-    """Beside any mask transformers does not look at positions that start again, so that documents would see each other."""
-    if mask.device.type == "cpu" and _start_again(positions, (mask[:, 1:] != 0) & (mask[:, :-1] != 0)):
-        raise ValueError(
-            f"{_POSITIONS} start again within a sample, beside an {_MASK}: transformers then lets the packed documents see each other. Leave "
-            f"{_MASK} out, and make the padded tail a document of its own, with {IGNORED} as its targets"
-        )
 
 
 def _start_again(positions: Tensor, where: Tensor | None = None) -> bool:
@@ -182,16 +178,11 @@ def _what_mixes(model: PreTrainedModel, parts: Parts) -> str | None:
         if kind in seen or isinstance(layer, Elsewhere):
             continue
         seen.add(kind)
-        tried = _stand_in(layer, model, config, generator)
-        if not _keeps_apart(frame.run(number, tried, rows)):
+        output = frame.run(number, _stand_in(layer, model, config, generator), rows)
+        one, same = output[:, _RESTARTING.index(0, 1) :]  # the second documents of both rows
+        if not (one - same).abs().max() <= _ROUNDING * output.abs().max():  # also where it is not a number
             return f"decoder layer {number} ({type(layer).__name__}) carries one document into the next"
     return None
-
-
-def _keeps_apart(output: Tensor) -> bool:
-    """Whether the second documents of both rows came out equal."""
-    one, other = output[:, _RESTARTING.index(0, 1) :]
-    return bool((one - other).abs().max() <= _ROUNDING * output.abs().max())
 
 
 def _kind_of(layer: nn.Module, frame: Frame, number: int) -> Any:

@@ -215,8 +215,7 @@ def given_of(past: Past, config: PreTrainedConfig) -> Given:
 
 
 def layers_of(model: PreTrainedModel, first: int, last: int, parts: Parts | None = None) -> list[nn.Module]:
-    """Our layers `first` to `last - 1`, around the modules of `model`, of which others may be `Elsewhere`. Raises ValueError as `check_plain`."""
-    check_plain(model)
+    """Our layers `first` to `last - 1`, around the modules of `model`, of which others may be `Elsewhere`."""
     parts = parts or model_parts(model)
     owner = model.get_submodule(parts.owner)
     frames, router = FrameMaker(owner, parts), Router.of(model)
@@ -397,7 +396,6 @@ def _read_of(
         seed=seed,
         dtype=config.dtype or "auto",
         attention=config.attention,
-        device=device,
     )
     if config.lora.rank is not None:
         add_adapters(model, parts, config.lora, seed=seed)

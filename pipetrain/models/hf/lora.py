@@ -60,8 +60,6 @@ def check_targets(model: PreTrainedModel, parts: Parts, config: LoraConfig) -> N
         if not 0 <= number < count:
             raise ValueError(f"model.lora.layers={list(config.layers or ())}: decoder layers are 0 to {count - 1}")
     linear = {name.removeprefix(f"{parts.layers}.") for name in _linear_layers(model, parts)}
-    if not linear:
-        raise ValueError(f"model.lora.rank={config.rank}: {type(model).__name__} has no linear layers for adapters")
     found = _targets(model, parts, config)
     for target in config.targets:
         if not any(_is_meant(name, target) for name in found):

@@ -42,7 +42,6 @@ def pruned_model(
     seed: int = 0,
     dtype: str = "auto",
     attention: str | None = None,
-    device: torch.device | str = "cpu",
 ) -> PreTrainedModel:
     """The causal language model of `source` with our layers `first` to `last - 1`; all else of it never had memory.
 
@@ -77,7 +76,7 @@ def pruned_model(
         for target, root in model.all_tied_weights_keys.items()
         if parts.layer_of(target) in held and parts.layer_of(root) in held
     }
-    return model.to(device)
+    return model
 
 
 def empty_model(source: HfSource) -> PreTrainedModel:
