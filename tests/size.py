@@ -27,7 +27,7 @@ ROOMS = {
     "data": 2943,
     "engine": 1093,
     "launcher": 1058,
-    "models": 3724,
+    "models": 3725,
     "monitor": 3596,
     "optim": 305,
     "plan": 3683,

@@ -82,13 +82,14 @@ class BatchCheck:
                 raise ValueError(
                     f"{key} has the shape {list(value.shape)}, {_IDS} {list(ids.shape)}: both are [batch, sequence]"
                 )
-        are_both = isinstance(mask, Tensor) and isinstance(positions, Tensor) and mask.device.type == "cpu"
-        # Beside any mask transformers does not look at positions that start again.
-        if are_both and _start_again(positions, (mask[:, 1:] != 0) & (mask[:, :-1] != 0)):
-            raise ValueError(
-                f"{_POSITIONS} start again within a sample, beside an {_MASK}: transformers then lets the packed documents see each other. "
-                f"Leave {_MASK} out, and make the padded tail a document of its own, with {IGNORED} as its targets"
-            )
+        if isinstance(mask, Tensor) and isinstance(positions, Tensor):
+            are_tokens = (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+            # Beside any mask transformers does not look at positions that start again.
+            if mask.device.type == "cpu" and _start_again(positions, are_tokens):
+                raise ValueError(
+                    f"{_POSITIONS} start again within a sample, beside an {_MASK}: transformers then lets the packed documents see each "
+                    f"other. Leave {_MASK} out, and make the padded tail a document of its own, with {IGNORED} as its targets"
+                )
         if mask is None and isinstance(positions, Tensor) and _start_again(positions) and (why := self.what_mixes()):
             raise ValueError(
                 f"{_POSITIONS} start again within a sample, and the layers of this model let packed documents see each other: {why}; give "
