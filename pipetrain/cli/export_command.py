@@ -37,12 +37,10 @@ def _export(arguments: Arguments) -> int:
             f"{arguments.run}: its model is model={config.model.name}, which transformers does not have; --format=safetensors writes its "
             "weights to one file"
         )
-    from pipetrain.models.hf.export import check_out, export_model
-
     check_transformers()
-    out = Path(arguments.out).absolute()
-    check_out(out)
-    plan = read_plan(folder.plan)
+    from pipetrain.models.hf.export import export_model
+
+    out, plan = Path(arguments.out).absolute(), read_plan(folder.plan)
     stages = [plan.layers_of(stage) for stage in range(plan.num_stages)]
     export_model(_tensors(folder), stages, folder.model, out, lora=config.model.lora, base=str(config.model.path))
     print(printable(str(out)))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 IGNORED = -100  # the target of a position that does not count
@@ -29,9 +30,9 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return total / (flat != IGNORED).sum().clamp(min=1)
 
 
-def count_tokens(targets: Tensor) -> int:
-    """Number of positions that count in `targets`: the weight of a microbatch (`count_fn` of a Pipeline)."""
-    return int((targets != IGNORED).sum())
+def count_tokens(targets: Any) -> int:
+    """Number of positions that count in `targets`, a tensor or a tree: the weight of a microbatch (`count_fn` of a Pipeline)."""
+    return sum(int((leaf != IGNORED).sum()) for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor))
 
 
 # Logits of a microbatch of at most so many bytes in float32 are made whole, and a piece has at most so many.

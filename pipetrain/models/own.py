@@ -16,12 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipetrain.config.own_code import call_target, check_target, function_of
 from pipetrain.config.problem import ConfigError
 from pipetrain.config.records import ModelConfig
-from pipetrain.models.loss import IGNORED
+from pipetrain.models.loss import IGNORED, count_tokens
 from pipetrain.models.own_size import forget_count, own_size
 from pipetrain.models.size import ModelSize
 from pipetrain.models.spec import ModelSpec, flops_of, spec_of
@@ -42,7 +41,7 @@ def own_spec(config: ModelConfig, _vocabulary_size: int | None) -> ModelSpec:
         )
     count_fn = spec.count_fn
     if (loss_fn := own_loss(config) or loss_fn or spec.loss_fn) is None:
-        loss_fn, count_fn = cross_entropy, count_fn or count_not_ignored
+        loss_fn, count_fn = cross_entropy, count_fn or count_tokens
     if config.count is not None:
         count_fn = function_of("model.count", config.count, config.count_args)
     names = {number: type(layer).__name__ for number, layer in spec.modules.items()}
@@ -87,11 +86,6 @@ def cross_entropy(output: Any, targets: Any) -> Tensor:
             f"{shapes[1]}; name another loss, as in model.loss=my_model:my_loss"
         )
     return F.cross_entropy(output.flatten(0, -2), targets.flatten(), ignore_index=IGNORED)
-
-
-def count_not_ignored(targets: Any) -> int:
-    """How many targets count in `cross_entropy`."""
-    return sum(int((leaf != IGNORED).sum()) for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor))
 
 
 def _made(config: ModelConfig) -> tuple[ModelSpec, Callable[..., Any] | None]:

@@ -7,7 +7,6 @@ right on every stage.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -157,20 +156,20 @@ class SharedState:
     """What layers of several stages have in common and a forward could change: buffers, and plain attributes of a module."""
 
     def __init__(self, layers: Layers, stage_of: Callable[[int], int]) -> None:
-        # How an error begins, and what gives the state: by value, or of a buffer by its version.
-        self._states: list[tuple[str, Callable[[bool], dict[str, Any]]]] = []
+        # How an error begins, the module that holds the state, and the name of the buffer: empty for the module's own attributes.
+        self._states: list[tuple[str, nn.Module, str]] = []
         self._looked: set[bool] = set()  # the modes in which buffers were compared by value
         for pair in overlaps(layers):
             said = _across("buffer", pair.where, pair.here, stage_of)
             if said and not pair.has_parameter:
                 number, name = _place(pair.here)
-                self._states.append((said, functools.partial(_state_of_buffer, layers[number], name)))
+                self._states.append((said, layers[number], name))
         first: dict[int, str] = {}
         for place, layer in layers.items():
             for name, module in layer.named_modules():
                 where = first.setdefault(id(module), here := f"{place}.{name}".rstrip("."))
                 if said := _across(type(module).__name__, where, here, stage_of):
-                    self._states.append((said, functools.partial(_plain_attributes, module)))
+                    self._states.append((said, module, ""))
 
     def __len__(self) -> int:
         return len(self._states)
@@ -179,11 +178,11 @@ class SharedState:
     def unchanged(self, *, is_training: bool) -> Iterator[None]:
         """Around the ops of a call. Raises ValueError: what they changed, where it is shared."""
         by_value = is_training not in self._looked  # batch_norm writes its running statistics without a new version
-        before = [get(by_value) for _, get in self._states]
+        before = [_state_of(module, buffer, by_value) for _, module, buffer in self._states]
         yield
         self._looked.add(is_training)
-        for (said, get), old in zip(self._states, before):
-            new = get(by_value)
+        for (said, module, buffer), old in zip(self._states, before):
+            new = _state_of(module, buffer, by_value)
             if old.keys() != new.keys() or not all(_same(old[key], new[key]) for key in old):
                 raise ValueError(
                     f"{said}, and a forward changed it, so each stage would have another: give each stage one of its own "
@@ -197,12 +196,11 @@ def _across(what: str, where: str, here: str, stage_of: Callable[[int], int]) ->
     return "" if stage == other else f"{what} {where} of stage {stage} is {here} of stage {other} as well"
 
 
-def _state_of_buffer(layer: nn.Module, name: str, by_value: bool) -> dict[str, Any]:
-    buffer = layer.get_buffer(name)
-    return {"value": buffer.detach().clone()} if by_value else {"version": buffer._version}
-
-
-def _plain_attributes(module: nn.Module, _by_value: bool) -> dict[str, Any]:
+def _state_of(module: nn.Module, buffer: str, by_value: bool) -> dict[str, Any]:
+    """The value or the version of a buffer; without its name the values of the module's plain attributes."""
+    if buffer:
+        tensor = module.get_buffer(buffer)
+        return {buffer: tensor.detach().clone() if by_value else tensor._version}
     return {
         name: value.detach().clone() if isinstance(value, Tensor) else value
         for name, value in vars(module).items()

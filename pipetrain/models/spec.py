@@ -97,6 +97,15 @@ class ModelSpec:
             return self.count_fn(targets)
         return next(len(leaf) for leaf in pytree.tree_leaves(targets) if isinstance(leaf, Tensor))
 
+    def name_of(self, wanted: Tensor) -> str | None:
+        """What a parameter or buffer is called, where its layer is among `modules`."""
+        named = (
+            (f"{number}.{name}", tensor)
+            for number, layer in self.modules.items()
+            for name, tensor in (*layer.named_parameters(), *layer.named_buffers())
+        )
+        return next((name for name, tensor in named if tensor is wanted), None)
+
 
 def _make_logits(layer: nn.Module) -> None:
     if hasattr(layer, "loss_makes_logits"):
@@ -127,7 +136,15 @@ def spec_of(model: Any) -> ModelSpec:
     if library is not None and isinstance(model, library.PreTrainedModel):
         spec: ModelSpec = resolve_name("pipetrain.models.hf.hf_spec:spec_of_hf")(model)
         return spec
-    layers = _layers_of(model)
+    layers = list(model) if isinstance(model, Iterable) and not isinstance(model, (str, bytes, dict)) else []
+    wrong = [
+        f"layer {number} is of type {type(one).__name__}; " for number, one in enumerate(layers) if not callable(one)
+    ]
+    if wrong or not layers:
+        raise TypeError(
+            f"a model of type {type(model).__name__} cannot be cut: {''.join(wrong[:1])}give an nn.Sequential, a list of layers, a list of "
+            "callables without arguments that return a layer each, a ModelSpec, or a causal language model of transformers"
+        )
     modules = {number: layer for number, layer in enumerate(layers) if isinstance(layer, nn.Module)}
     return ModelSpec(
         size=ModelSize(len(layers), flops_per_layer=_work_of(layers)),
@@ -226,35 +243,6 @@ def check_built(spec: ModelSpec, layers: Mapping[int, nn.Module], stage_of: Call
                 f"parameter {tie.name} of stage {low} is {tie.copy} of stage {high} as well, and only a rank that holds both can "
                 f"know: say so, as in ModelSpec(tied=[({tie.name!r}, {tie.copy!r})], ...), or give layers and not callables"
             )
-
-
-def _layers_of(model: Any) -> list[Layer]:
-    if isinstance(model, nn.Sequential):
-        return list(model)
-    layers = list(model) if isinstance(model, Iterable) and not isinstance(model, (str, bytes, dict)) else []
-    wrong = [
-        f"layer {number} is of type {type(one).__name__}; " for number, one in enumerate(layers) if not callable(one)
-    ]
-    if layers and not wrong:
-        return layers
-    raise TypeError(
-        f"a model of type {type(model).__name__} cannot be cut: {''.join(wrong[:1])}give an nn.Sequential, a list of layers, a list of "
-        "callables without arguments that return a layer each, a ModelSpec, or a causal language model of transformers"
-    )
-
-
-def name_in(spec: ModelSpec) -> Callable[[Tensor], str | None]:
-    """Finds what a parameter or buffer is called, in a model whose layers are there already."""
-
-    def name_of(wanted: Tensor) -> str | None:
-        named = (
-            (f"{number}.{name}", tensor)
-            for number, layer in spec.modules.items()
-            for name, tensor in (*layer.named_parameters(), *layer.named_buffers())
-        )
-        return next((name for name, tensor in named if tensor is wanted), None)
-
-    return name_of
 
 
 def with_compiled_layers(spec: ModelSpec, backend: str = "inductor") -> ModelSpec:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -23,8 +24,6 @@ from pipetrain.config.write_files import draft_beside, replace_file
 from pipetrain.models.hf.source import indexed_files
 from pipetrain.models.spec import ModelSpec
 from pipetrain.models.trained import Model
-
-_Key = TypeVar("_Key")
 
 WEIGHTS_AT_END = "weights"  # the folder of a run folder that holds them
 
@@ -98,36 +97,35 @@ def write_index(folder: Path, shards: list[str]) -> None:
     replace_file(folder / INDEX_OF_SHARDS, json.dumps(index, indent=1, sort_keys=True))
 
 
-class LazyTensors(Mapping[str, Tensor], Generic[_Key]):
-    """Tensors by name, each read or made by `get` when it is asked for; `key_of` is what it is given for a name."""
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors by name, each read or made by its function of `makers` when it is asked for."""
 
-    def __init__(self, key_of: Mapping[str, _Key], get: Callable[[_Key], Tensor]) -> None:
-        self._key_of = key_of
-        self._get = get
+    def __init__(self, makers: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._makers = makers
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._get(self._key_of[name])
+        return self._makers[name]()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._key_of)
+        return iter(self._makers)
 
     def __len__(self) -> int:
-        return len(self._key_of)
+        return len(self._makers)
 
 
-def tensors_in(paths: Iterable[Path]) -> LazyTensors[tuple[Path, str]]:
+def tensors_in(paths: Iterable[Path]) -> LazyTensors:
     """The tensors of several safetensors files. Raises DamagedFile: one is no such file."""
 
-    def read(key: tuple[Path, str]) -> Tensor:
-        with opened_tensors(key[0], _TODO, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(key[1])
+    def read(path: Path, name: str) -> Tensor:
+        with opened_tensors(path, _TODO, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
             return tensor
 
-    found: dict[str, tuple[Path, str]] = {}
+    found: dict[str, Callable[[], Tensor]] = {}
     for path in paths:
         with opened_tensors(path, _TODO, framework="pt") as file:
-            found.update({name: (path, name) for name in file.keys()})  # noqa: SIM118, it is no mapping
-    return LazyTensors(found, read)
+            found |= {name: partial(read, path, name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+    return LazyTensors(found)
 
 
 def has_weights(folder: Path) -> bool:

@@ -17,7 +17,7 @@ from pipetrain.comm.forms import cross
 from pipetrain.comm.group import Group
 from pipetrain.comm.lanes import Lanes
 from pipetrain.models.sharing import SharedState
-from pipetrain.models.spec import ModelSpec, check_built, check_sharing, name_in
+from pipetrain.models.spec import ModelSpec, check_built, check_sharing
 from pipetrain.plan.plan import Plan, given_plan, make_plan
 from pipetrain.runtime.arguments import check_loss_is_local
 from pipetrain.runtime.call_programs import GivenSchedule, Programs, with_shortest_step
@@ -115,7 +115,7 @@ class Assembly:
                 device=self.group.device,
                 meter=self.meter,
                 loss_fn=self.loss_fn if index == plan.num_stages - 1 else None,
-                name_of=name_in(self.spec),
+                name_of=self.spec.name_of,
                 selective=() if policy.mode is Mode.NEVER else policy.selective,
                 keep_layers=kept,
             )

@@ -83,7 +83,13 @@ class BatchCheck:
                     f"{key} has the shape {list(value.shape)}, {_IDS} {list(ids.shape)}: both are [batch, sequence]"
                 )
         if isinstance(mask, Tensor) and isinstance(positions, Tensor):
-            _check_no_restart(mask, positions)
+            are_tokens = (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+            # Beside any mask transformers does not look at positions that start again.
+            if mask.device.type == "cpu" and _start_again(positions, are_tokens):
+                raise ValueError(
+                    f"{_POSITIONS} start again within a sample, beside an {_MASK}: transformers then lets the packed documents see each "
+                    f"other. Leave {_MASK} out, and make the padded tail a document of its own, with {IGNORED} as its targets"
+                )
         if mask is None and isinstance(positions, Tensor) and _start_again(positions) and (why := self.what_mixes()):
             raise ValueError(
                 f"{_POSITIONS} start again within a sample, and the layers of this model let packed documents see each other: {why}; give "
@@ -128,15 +134,6 @@ def shifted(labels: Tensor, positions: Tensor | None = None) -> Tensor:
     return targets
 
 
-def _check_no_restart(mask: Tensor, positions: Tensor) -> None:
-    """Beside any mask transformers does not look at positions that start again, so that documents would see each other."""
-    if mask.device.type == "cpu" and _start_again(positions, (mask[:, 1:] != 0) & (mask[:, :-1] != 0)):
-        raise ValueError(
-            f"{_POSITIONS} start again within a sample, beside an {_MASK}: transformers then lets the packed documents see each other. Leave "
-            f"{_MASK} out, and make the padded tail a document of its own, with {IGNORED} as its targets"
-        )
-
-
 def _start_again(positions: Tensor, where: Tensor | None = None) -> bool:
     """Whether a position does not follow the one before it, `where` that counts; values on a device are not looked at."""
     if positions.device.type != "cpu":
@@ -167,7 +164,11 @@ def what_mixes_documents(model: PreTrainedModel, parts: Parts) -> str | None:
 
 
 def _what_mixes(model: PreTrainedModel, parts: Parts) -> str | None:
-    config, generator = _config_on_cpu(model), torch.Generator().manual_seed(0)
+    config, generator = copy.copy(model.config), torch.Generator().manual_seed(0)
+    # Attention and experts that run on the CPU; eager experts multiply by those of these few tokens alone.
+    if config._attn_implementation not in _ON_CPU:
+        config._attn_implementation_internal = "sdpa" if model._supports_sdpa else "eager"
+    config._experts_implementation_internal = "eager"
     first, other, second = torch.randn(3, 2, model.config.hidden_size, generator=generator, dtype=torch.float32)
     rows = torch.stack([torch.cat([first, second]), torch.cat([other, second])])
     frames = _stand_in(FrameMaker(model.get_submodule(parts.owner), parts), model, config, generator)
@@ -178,16 +179,11 @@ def _what_mixes(model: PreTrainedModel, parts: Parts) -> str | None:
         if kind in seen or isinstance(layer, Elsewhere):
             continue
         seen.add(kind)
-        tried = _stand_in(layer, model, config, generator)
-        if not _keeps_apart(frame.run(number, tried, rows)):
+        output = frame.run(number, _stand_in(layer, model, config, generator), rows)
+        one, same = output[:, _RESTARTING.index(0, 1) :]  # the second documents of both rows
+        if not (one - same).abs().max() <= _ROUNDING * output.abs().max():  # also where it is not a number
             return f"decoder layer {number} ({type(layer).__name__}) carries one document into the next"
     return None
-
-
-def _keeps_apart(output: Tensor) -> bool:
-    """Whether the second documents of both rows came out equal."""
-    one, other = output[:, _RESTARTING.index(0, 1) :]
-    return bool((one - other).abs().max() <= _ROUNDING * output.abs().max())
 
 
 def _kind_of(layer: nn.Module, frame: Frame, number: int) -> Any:
@@ -222,12 +218,3 @@ def _noise(shape: torch.Size, generator: torch.Generator) -> Tensor:
     length = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
     noise: Tensor = torch.randn(length, generator=generator, dtype=torch.float32) / shape[-1] ** 0.5
     return noise.as_strided(shape, strides)
-
-
-def _config_on_cpu(model: PreTrainedModel) -> PreTrainedConfig:
-    """The model's config, with attention and experts that run on the CPU."""
-    config = copy.copy(model.config)
-    if config._attn_implementation not in _ON_CPU:
-        config._attn_implementation_internal = "sdpa" if model._supports_sdpa else "eager"
-    config._experts_implementation_internal = "eager"  # it multiplies by the experts of these few tokens alone
-    return config

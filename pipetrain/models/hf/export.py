@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from pipetrain.config.records import LoraConfig
 from pipetrain.config.write_files import draft_beside
 from pipetrain.models.hf.lora import merged_weights, write_adapters
-from pipetrain.models.hf.parts import HfNames, Parts, model_parts
+from pipetrain.models.hf.parts import Parts, model_parts
 from pipetrain.models.hf.pruned import empty_model
 from pipetrain.models.hf.source import CONFIG, HfSource, find_source
 from pipetrain.models.weights import shard_name, write_index, write_shard
@@ -54,10 +54,10 @@ def export_model(
     with _whole_or_not(out) as draft:
         for path in source.beside_weights:
             shutil.copyfile(path, draft / path.name)
-        if lora is not None and lora.rank is not None and not lora.merge:
-            write_adapters(tensors, model, parts, lora, base, draft)
-            return
         if lora is not None and lora.rank is not None:
+            if not lora.merge:
+                write_adapters(tensors, model, parts, lora, base, draft)
+                return
             tensors = merged_weights(tensors, model, lora)
         dtypes = _write_stages(tensors, stages, model, parts, draft)
         config = {**source.config, "architectures": [type(model).__name__]}
@@ -92,7 +92,7 @@ def _write_stages(
 
 def in_files(own: Mapping[str, Tensor], files: Path) -> Mapping[str, Tensor]:
     """Tensors under transformers' names that are called `own` as in our layers, those of a snapshot."""
-    return HfNames(model_parts(empty_model(find_source(str(files))))).to_file(own)
+    return model_parts(empty_model(find_source(str(files)))).to_file(own)
 
 
 def keep_files(source: HfSource, folder: Path) -> None:
@@ -103,28 +103,21 @@ def keep_files(source: HfSource, folder: Path) -> None:
             shutil.copyfile(path, draft)
 
 
-def check_out(out: Path) -> None:
-    """Raises ValueError: something is there already: a model that is read, perhaps by the run that is exported."""
+@contextmanager
+def _whole_or_not(out: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `out` when all is written.
+
+    Raises ValueError: something is there already (a model that is read, perhaps by the run that is exported), or it cannot be made.
+    """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(
             f"--out={out}: there is something already, and nothing that others may be reading is written over; name a folder that is new"
         )
-
-
-@contextmanager
-def _whole_or_not(out: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `out` when all is written. Raises ValueError: something is there already, or it cannot be made."""
-    check_out(out)
-    draft = out.with_name(f".{out.name}.draft")
-    try:
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(parents=True)
-    except OSError as error:
-        raise ValueError(f"--out={out}: the folder cannot be made ({error.strerror})") from error
-    try:
+    with ExitStack() as stack:
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            draft = stack.enter_context(draft_beside(out))
+            draft.mkdir()
+        except OSError as error:
+            raise ValueError(f"--out={out}: the folder cannot be made ({error.strerror})") from error
         yield draft
-        if out.exists():
-            out.rmdir()
-        draft.replace(out)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)

@@ -19,7 +19,6 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from pipetrain.models.hf.parts import AsGiven, Call, Parts, has_part, hollowed, masks_decided
-from pipetrain.stage.microbatch import StageLocal
 
 
 @dataclass(frozen=True)
@@ -146,12 +145,6 @@ def as_bias(mask: Tensor, hidden: Tensor) -> Tensor:
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), -torch.inf)
-
-
-def local_frame(tree: Mapping[str, Any], maker: FrameMaker) -> StageLocal:
-    """The frame that came with the hidden state, or, in the first layer of a stage, a new one."""
-    found: StageLocal | None = tree.get("frame")
-    return StageLocal(maker(tree["hidden"], given_in(tree))) if found is None else found
 
 
 class StageCache(DynamicCache):  # type: ignore[misc]  # transformers has no types for it

@@ -25,14 +25,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import output_capturing
 
 from pipetrain.config.records import ModelConfig
 from pipetrain.models.hf.batch_check import BatchCheck, what_mixes_documents
-from pipetrain.models.hf.frame import Frame, FrameMaker, Given, StageCache, given_in, local_frame, run_to_layers
+from pipetrain.models.hf.frame import Frame, FrameMaker, Given, StageCache, given_in, run_to_layers
 from pipetrain.models.hf.hf_size import HfShape, check_hf, hf_size_of
 from pipetrain.models.hf.lora import add_adapters, check_targets
-from pipetrain.models.hf.parts import Elsewhere, HfNames, Parts, hollowed, model_parts
+from pipetrain.models.hf.parts import Elsewhere, Parts, hollowed, model_parts
 from pipetrain.models.hf.pruned import empty_model, pruned_model
 from pipetrain.models.hf.source import HfSource, find_source
 from pipetrain.models.loss import UnmadeLogits, are_large, causal_loss, count_tokens, score_loss
@@ -42,7 +43,14 @@ from pipetrain.stage.microbatch import StageLocal
 from pipetrain.stage.past import Past
 
 
-class HfEmbedding(nn.Module):
+class _NotCompiled(nn.Module):
+    """A layer that gains nothing from it: a look into a table beside masks that plain Python makes, or one product of matrices."""
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+
+class HfEmbedding(_NotCompiled):
     """Token ids `[batch, sequence]`, int64, or a dict with them as `input_ids` -> the dict that goes through the model."""
 
     def __init__(self, owner: nn.Module, parts: Parts) -> None:
@@ -55,9 +63,6 @@ class HfEmbedding(nn.Module):
         given = given_in(batch)
         hidden, frame = run_to_layers(self.owner, self.parts, given, input_ids=batch["input_ids"])
         return {"hidden": hidden, **given, "frame": StageLocal(frame)}
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: a look into a table, beside masks that are made as plain Python says."""
 
     def forward_cached(self, ids: Tensor, past: Past) -> Tensor:
         """The hidden state of the new tokens, which is all that travels then."""
@@ -77,7 +82,8 @@ class HfDecoderLayer(nn.Module):
         self.router = router
 
     def forward(self, tree: Mapping[str, Any]) -> dict[str, Any]:
-        frame = local_frame(tree, self.frames)
+        # None where the layer is the first of its stage.
+        frame = tree.get("frame") or StageLocal(self.frames(tree["hidden"], given_in(tree)))
         if self.router is None:
             return {**tree, "hidden": frame.value.run(self.number, self.layer, tree["hidden"]), "frame": frame}
         with self.router.watching() as logits:
@@ -96,7 +102,7 @@ class HfDecoderLayer(nn.Module):
     def prepare_cached(self, past: Past) -> None:
         """The frame of the next tokens, one of each sample, which is like that of those before."""
         if past.length > 0 and past.new == 1:
-            self._frame(past.kept(HfDecoderLayer, _unknown), past)
+            self._frame(past.kept(HfDecoderLayer, Tensor), past)  # it is there: the first call has kept it
 
     def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:
         """The hidden state of the new tokens; a router's loss is not asked for."""
@@ -108,11 +114,7 @@ class HfDecoderLayer(nn.Module):
         return frame
 
 
-def _unknown() -> Tensor:
-    raise AssertionError("no hidden state has come yet")
-
-
-class HfHead(nn.Module):
+class HfHead(_NotCompiled):
     """The dict -> logits `[batch, sequence, vocabulary]`; with a router loss a dict of `logits` and `router_loss [1]`.
 
     `loss_makes_logits`: large logits that are to be trained on are left to `causal_loss`, which makes them piece by piece.
@@ -133,15 +135,12 @@ class HfHead(nn.Module):
         logits = _logits(self.model, hidden)
         return logits if router_loss is None else {"logits": logits, "router_loss": router_loss}
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: it is one product of matrices, which has no other form."""
-
     def forward_cached(self, hidden: Tensor, past: Past) -> Tensor:  # noqa: ARG002
         """The logits of the last token alone, `[batch, 1, vocabulary]`."""
         return _logits(self.model, hidden[:, -1:])
 
 
-class HfScore(nn.Module):
+class HfScore(_NotCompiled):
     """The dict -> scores `[batch, labels]` of a sequence classification: those of each sample's last token that the mask does not leave out."""
 
     def __init__(self, model: PreTrainedModel, parts: Parts) -> None:
@@ -155,9 +154,6 @@ class HfScore(nn.Module):
             return scores[:, -1]
         last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(-1)
         return scores[torch.arange(len(last), device=last.device), last]
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing, as of `HfHead`."""
 
 
 def is_classifier(model: PreTrainedModel) -> bool:
@@ -203,15 +199,8 @@ class _After(nn.Sequential):
         return _Output(hidden)
 
 
-class _Output(tuple[Any, ...]):
+class _Output(BaseModelOutput):  # type: ignore[misc]  # transformers has no types for it
     """What a base model returns, as far as a causal model's forward looks at it: the hidden state; all else is None."""
-
-    last_hidden_state: Tensor
-
-    def __new__(cls, hidden: Tensor) -> _Output:
-        output = super().__new__(cls, (hidden,))
-        output.last_hidden_state = hidden
-        return output
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -226,8 +215,7 @@ def given_of(past: Past, config: PreTrainedConfig) -> Given:
 
 
 def layers_of(model: PreTrainedModel, first: int, last: int, parts: Parts | None = None) -> list[nn.Module]:
-    """Our layers `first` to `last - 1`, around the modules of `model`, of which others may be `Elsewhere`. Raises ValueError as `check_plain`."""
-    check_plain(model)
+    """Our layers `first` to `last - 1`, around the modules of `model`, of which others may be `Elsewhere`."""
     parts = parts or model_parts(model)
     owner = model.get_submodule(parts.owner)
     frames, router = FrameMaker(owner, parts), Router.of(model)
@@ -365,8 +353,7 @@ def spec_of_hf(model: PreTrainedModel) -> ModelSpec:
     def build(first: int, last: int, *, device: torch.device, **_: Any) -> Sequence[nn.Module]:
         return [layer.to(device) for layer in layers_of(model, first, last, parts)]  # around the modules that are there
 
-    spec = _spec_of(model, parts, build)
-    return replace(spec, modules=modules, tied=tied_parameters(modules))
+    return replace(_spec_of(model, parts, build), modules=modules, tied=tied_parameters(modules))
 
 
 def hf_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
@@ -385,7 +372,6 @@ def hf_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
             "data.tokenizer=null, the model's own"
         )
     parts, has_adapters = model_parts(whole), config.lora.rank is not None
-    names = HfNames(parts)
     if has_adapters:
         check_targets(whole, parts, config.lora)
     spec = _spec_of(whole, parts, partial(_read_of, config, source, parts))
@@ -393,7 +379,7 @@ def hf_spec(config: ModelConfig, vocabulary_size: int) -> ModelSpec:
     own = {"lora": asdict(config.lora) if has_adapters else None, "attention": config.attention}
     return replace(
         spec,
-        tied=tuple((names.in_layers(first), names.in_layers(again)) for again, first in tied.items()),
+        tied=tuple((parts.in_layers(first), parts.in_layers(again)) for again, first in tied.items()),
         fingerprint=json.loads(json.dumps({**spec.fingerprint, **own})),
     )
 
@@ -410,7 +396,6 @@ def _read_of(
         seed=seed,
         dtype=config.dtype or "auto",
         attention=config.attention,
-        device=device,
     )
     if config.lora.rank is not None:
         add_adapters(model, parts, config.lora, seed=seed)
@@ -419,7 +404,7 @@ def _read_of(
 
 def _spec_of(model: PreTrainedModel, parts: Parts, build: Any) -> ModelSpec:
     """All of the bundle but what layers share; `model` may be on the meta device."""
-    names, config = HfNames(parts), model.config.to_dict()
+    config = model.config.to_dict()
     fingerprint: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
     for key in ("_name_or_path", "transformers_version", "architectures", "dtype"):  # where it came from, what wrote it
         fingerprint.pop(key, None)
@@ -430,8 +415,8 @@ def _spec_of(model: PreTrainedModel, parts: Parts, build: Any) -> ModelSpec:
         loss_fn=score_loss if classifies else causal_loss,
         count_fn=None if classifies else count_tokens,
         fingerprint={**fingerprint, "attention": model.config._attn_implementation},
-        to_file=names.to_file,
-        from_file=names.from_file,
+        to_file=parts.to_file,
+        from_file=parts.from_file,
         take_batch=BatchCheck(
             vocabulary_of(model),
             _most_positions(model, parts),

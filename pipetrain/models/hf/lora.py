@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,6 @@ def check_targets(model: PreTrainedModel, parts: Parts, config: LoraConfig) -> N
         if not 0 <= number < count:
             raise ValueError(f"model.lora.layers={list(config.layers or ())}: decoder layers are 0 to {count - 1}")
     linear = {name.removeprefix(f"{parts.layers}.") for name in _linear_layers(model, parts)}
-    if not linear:
-        raise ValueError(f"model.lora.rank={config.rank}: {type(model).__name__} has no linear layers for adapters")
     found = _targets(model, parts, config)
     for target in config.targets:
         if not any(_is_meant(name, target) for name in found):
@@ -90,7 +89,7 @@ def merged_weights(tensors: Mapping[str, Tensor], model: PreTrainedModel, config
         return (weight.float() + update).to(weight.dtype)
 
     names = {name.replace(".base_layer.", "."): name for name in tensors if not is_adapter(name)}
-    return LazyTensors(names, merged)
+    return LazyTensors({name: partial(merged, stored) for name, stored in names.items()})
 
 
 def write_adapters(

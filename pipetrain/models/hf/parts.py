@@ -17,6 +17,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -86,6 +87,39 @@ class Parts:
                 return number
         prefix = f"{self.layers}."
         return int(name.removeprefix(prefix).split(".", 1)[0]) + 1 if name.startswith(prefix) else None
+
+    # The names of tensors, both ways: in our layers, and in the whole model of transformers, which is what files have:
+    #
+    # 0.owner.embed_tokens.weight          model.embed_tokens.weight
+    # 1.layer.mlp.up_proj.weight           model.layers.0.mlp.up_proj.weight
+    # 5.model.model.norm.weight            model.norm.weight
+    # 5.model.lm_head.weight               lm_head.weight
+
+    def _prefixes(self, number: int) -> tuple[str, str]:
+        """How names of our layer `number` begin, here and in files."""
+        if number == 0:
+            return "0.owner.", f"{self.owner}." if self.owner else ""
+        if number < self.num_layers - 1:
+            return f"{number}.layer.", f"{self.layers}.{number - 1}."
+        return f"{number}.model.", ""
+
+    def in_file(self, name: str) -> str:
+        """What transformers calls the tensor that we call `name`."""
+        ours, theirs = self._prefixes(int(name.partition(".")[0]))
+        return theirs + name.removeprefix(ours)
+
+    def in_layers(self, name: str) -> str:
+        """What we call the tensor that transformers calls `name`. One that it has no layer for is called as it is."""
+        if (number := self.layer_of(name)) is None:
+            return name
+        ours, theirs = self._prefixes(number)
+        return ours + name.removeprefix(theirs)
+
+    def to_file(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return LazyTensors({self.in_file(name): partial(tensors.__getitem__, name) for name in tensors})
+
+    def from_file(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return LazyTensors({self.in_layers(name): partial(tensors.__getitem__, name) for name in tensors})
 
 
 class Elsewhere(nn.Module):
@@ -173,7 +207,7 @@ def _traced(model: PreTrainedModel, layers: str, number: int, returns_tuple: boo
     hollow = hollowed(owner, stand_ins).eval()
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     hidden = torch.zeros(1, 2, model.config.hidden_size, device=device, requires_grad=True)
-    calls, returned, num_before, output = _recorded_run(hollow, list_name, number, hidden, returns_tuple, called)
+    calls, returned, output = _recorded_run(hollow, list_name, number, hidden, returns_tuple, called)
     given = [hidden, *returned]
     key = _key_of(calls, given)
     for index, call in enumerate(calls):
@@ -185,14 +219,15 @@ def _traced(model: PreTrainedModel, layers: str, number: int, returns_tuple: boo
     is_view = isinstance(last, Tensor) and last._base is given[-1] and last.shape == given[-1].shape
     if last is not given[-1] and not is_view:
         raise _Unfit("something happens to the hidden state after its last decoder layer that is no module of its own")
-    before = {name for name in stand_ins if name not in called or name in called[:num_before]}
+    at = called.index(list_name)  # the first decoder layer
+    after = [name for name in called[at:] if name != list_name]
     start = f"{owner_name}." if owner_name else ""
     rest = [name for name, child in _beside(model, owner_name) if has_part(child)]
     return Parts(
         layers=layers,
         num_decoder_layers=number,
-        embedding=tuple(start + name for name in stand_ins if name in before),
-        head=(*(start + name for name in called[num_before:]), *rest),
+        embedding=tuple(start + name for name in stand_ins if name in called[:at] or name not in after),
+        head=(*(start + name for name in after), *rest),
         hidden_key=key,
         returns_tuple=returns_tuple,
     )
@@ -215,16 +250,13 @@ def _beside(model: nn.Module, owner: str) -> Iterator[tuple[str, nn.Module]]:
 
 def _recorded_run(
     hollow: nn.Module, list_name: str, number: int, hidden: Tensor, returns_tuple: bool, called: list[str]
-) -> tuple[list[Call], list[Tensor], int, Any]:
-    """What the decoder layers were called with and returned, how many modules had been called before the first, and the owner's output."""
+) -> tuple[list[Call], list[Tensor], Any]:
+    """What the decoder layers were called with and returned, and the owner's output; `called` gets `list_name` at each call of a layer."""
     calls: list[Call] = []
     returned: list[Tensor] = []
-    num_before = 0
 
     def recorder(*args: Any, **kwargs: Any) -> Any:
-        nonlocal num_before
-        if not calls:
-            num_before = len(called)
+        called.append(list_name)
         calls.append((args, kwargs))
         returned.append(torch.zeros_like(hidden, requires_grad=True))
         return (returned[-1],) if returns_tuple else returned[-1]
@@ -244,7 +276,7 @@ def _recorded_run(
         ) from error
     if len(calls) != number:
         raise _Unfit(f"its forward calls {len(calls)} of its {number} decoder layers")
-    return calls, returned, num_before, output
+    return calls, returned, output
 
 
 def _key_of(calls: Sequence[Call], given: Sequence[Tensor]) -> int | str:
@@ -275,24 +307,19 @@ def _tensors_with_gradient(call: Call) -> list[int | str]:
 
 def hollowed(module: nn.Module, replaced: Mapping[str, nn.Module | None]) -> Any:
     """A copy of `module` that shares all it has with it, but for the modules of these names: others stand there, or (None) nothing."""
-    copy = object.__new__(type(module))
+    copy: Any = object.__new__(type(module))
     copy.__dict__ = {
         name: dict(value) if name in ("_modules", "_parameters", "_buffers") else value
         for name, value in vars(module).items()
     }
-    inner: dict[str, dict[str, nn.Module | None]] = {}
     for name, other in replaced.items():
         first, _, rest = name.partition(".")
         if rest:
-            inner.setdefault(first, {})[rest] = other
+            copy._modules[first] = hollowed(copy._modules[first], {rest: other})
         elif other is None:
             del copy._modules[first]
         else:
             copy._modules[first] = other
-    for first, others in inner.items():
-        child = copy._modules[first]
-        assert child is not None
-        copy._modules[first] = hollowed(child, others)
     return copy
 
 
@@ -318,43 +345,3 @@ def masks_decided(*, packed: bool, waits: bool) -> Iterator[None]:
             yield
         finally:
             masking_utils.find_packed_sequence_indices, masking_utils.is_tracing = found, tracing
-
-
-@dataclass(frozen=True)
-class HfNames:
-    """The names of a model with these parts, both ways: in our layers, and in the whole model of transformers, which is what files have.
-
-    0.owner.embed_tokens.weight          model.embed_tokens.weight
-    1.layer.mlp.up_proj.weight           model.layers.0.mlp.up_proj.weight
-    5.model.model.norm.weight            model.norm.weight
-    5.model.lm_head.weight               lm_head.weight
-    """
-
-    parts: Parts
-
-    def _prefixes(self, number: int) -> tuple[str, str]:
-        """How names of our layer `number` begin, here and in files."""
-        if number == 0:
-            return "0.owner.", f"{self.parts.owner}." if self.parts.owner else ""
-        if number < self.parts.num_layers - 1:
-            return f"{number}.layer.", f"{self.parts.layers}.{number - 1}."
-        return f"{number}.model.", ""
-
-    def in_file(self, name: str) -> str:
-        """What transformers calls the tensor that we call `name`."""
-        ours, theirs = self._prefixes(int(name.partition(".")[0]))
-        return theirs + name.removeprefix(ours)
-
-    def in_layers(self, name: str) -> str:
-        """What we call the tensor that transformers calls `name`. One that it has no layer for is called as it is."""
-        number = self.parts.layer_of(name)
-        if number is None:
-            return name
-        ours, theirs = self._prefixes(number)
-        return ours + name.removeprefix(theirs)
-
-    def to_file(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return LazyTensors({self.in_file(name): name for name in tensors}, tensors.__getitem__)
-
-    def from_file(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return LazyTensors({self.in_layers(name): name for name in tensors}, tensors.__getitem__)

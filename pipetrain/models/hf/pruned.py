@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -31,8 +31,6 @@ from pipetrain.models.hf.source import BRING, HfSource, check_loadable, reason_o
 from pipetrain.stage.seeding import generators_restored, weight_seed
 
 PRETRAINED, RANDOM = "pretrained", "random"
-# Threads of transformers read ahead of what is stacked (experts): by up to the whole stage where the machine is busy.
-_READ_ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 def pruned_model(
@@ -44,7 +42,6 @@ def pruned_model(
     seed: int = 0,
     dtype: str = "auto",
     attention: str | None = None,
-    device: torch.device | str = "cpu",
 ) -> PreTrainedModel:
     """The causal language model of `source` with our layers `first` to `last - 1`; all else of it never had memory.
 
@@ -62,24 +59,24 @@ def pruned_model(
     if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
         raise ValueError(f"model.dtype={dtype}: allowed are auto, float32, bfloat16 and float16")
     whole = causal_class(config)
-    pruned = _PrunedClass(whole, held, draws=weights == RANDOM)
+    pruned = _pruned_class(whole, held, draws=weights == RANDOM)
     with _quiet_transformers(), generators_restored(torch.device("cpu")):
         if weights == PRETRAINED:
             check_loadable(source)
             model = _read(pruned, config, source, chosen)
         else:
             with torch.device("meta"):
-                model = pruned.made._from_config(config, dtype=chosen)
-            _draw(model, pruned.parts, seed)
-    model.__class__ = whole
+                model = pruned._from_config(config, dtype=chosen)
+            _draw(model, seed)
+    model.__class__, parts = whole, model.whole_parts
     # What stayed for what is tied to it goes; the held one keeps the tensor.
-    _replace(model, pruned.parts, set(held))
+    _replace(model, parts, set(held))
     model.all_tied_weights_keys = {
         target: root
         for target, root in model.all_tied_weights_keys.items()
-        if pruned.parts.layer_of(target) in held and pruned.parts.layer_of(root) in held
+        if parts.layer_of(target) in held and parts.layer_of(root) in held
     }
-    return model.to(device)
+    return model
 
 
 def empty_model(source: HfSource) -> PreTrainedModel:
@@ -113,38 +110,33 @@ def causal_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     return found
 
 
-class _PrunedClass:
-    """`made`: the family's class, whose instances lose what no layer of `held` owns as soon as they are made.
+def _pruned_class(whole: type[PreTrainedModel], held: range, *, draws: bool) -> Any:
+    """The family's class, whose instances lose what no layer of `held` owns as soon as they are made: `from_pretrained` loads what is left.
 
-    `from_pretrained` then loads what is left. `parts` are those of the whole model and `tied` what is tied in what is left, target to
-    source, both known when an instance was made. `draws`: what is tied stays with its whole layer, whose weights come from one seed.
+    An instance has the parts of the whole model as `whole_parts`, and what is tied in what is left, target to source, as `tied_here`.
+    `draws`: what is tied stays with its whole layer, whose weights come from one seed.
     """
 
-    def __init__(self, whole: type[PreTrainedModel], held: range, *, draws: bool) -> None:
-        self.parts: Parts
-        self.tied: Mapping[str, str]
-        outer = self
+    def init(model: Any, *args: Any, **kwargs: Any) -> None:
+        whole.__init__(model, *args, **kwargs)
+        parts = model.whole_parts = model_parts(model)
+        if not 0 <= held.start < held.stop <= parts.num_layers:
+            raise ValueError(
+                f"layers {held.start} to {held.stop - 1} were asked for, the model has 0 to {parts.num_layers - 1}"
+            )
+        model.tied_here = {
+            target: root
+            for target, root in model.all_tied_weights_keys.items()
+            if {parts.layer_of(target), parts.layer_of(root)} & set(held)
+        }
+        model.all_tied_weights_keys = dict(model.tied_here)
+        # A file has a tied tensor once: its module stays until all is loaded.
+        names = [name for pair in model.tied_here.items() for name in pair]
+        of_tied: set[int | None] = {parts.layer_of(name) for name in names} if draws else set()
+        _replace(model, parts, of_tied | set(held), names)
 
-        def init(model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-            whole.__init__(model, *args, **kwargs)
-            parts = outer.parts = model_parts(model)
-            if not 0 <= held.start < held.stop <= parts.num_layers:
-                raise ValueError(
-                    f"layers {held.start} to {held.stop - 1} were asked for, the model has 0 to {parts.num_layers - 1}"
-                )
-            model.all_tied_weights_keys = {
-                target: root
-                for target, root in model.all_tied_weights_keys.items()
-                if {parts.layer_of(target), parts.layer_of(root)} & set(held)
-            }
-            outer.tied = dict(model.all_tied_weights_keys)
-            # A file has a tied tensor once: its module stays until all is loaded.
-            names = [name for pair in outer.tied.items() for name in pair]
-            of_tied: set[int | None] = {parts.layer_of(name) for name in names} if draws else set()
-            _replace(model, parts, of_tied | set(held), names)
-
-        # The module's name: transformers takes a class of another module for code that came with a model.
-        self.made: Any = type(whole.__name__, (whole,), {"__init__": init, "__module__": whole.__module__})
+    # The module's name: transformers takes a class of another module for code that came with a model.
+    return type(whole.__name__, (whole,), {"__init__": init, "__module__": whole.__module__})
 
 
 def _replace(model: PreTrainedModel, parts: Parts, kept: set[int | None], tied: Sequence[str] = ()) -> None:
@@ -156,14 +148,16 @@ def _replace(model: PreTrainedModel, parts: Parts, kept: set[int | None], tied: 
                 setattr(model.get_submodule(parent), child, Elsewhere(number))
 
 
-def _read(pruned: _PrunedClass, config: PretrainedConfig, source: HfSource, dtype: torch.dtype) -> PreTrainedModel:
-    """Loads what the pruned model has, and nothing else."""
-    with contextlib.ExitStack() as files, _environment(_READ_ONE_BY_ONE, "1"):
+def _read(pruned: Any, config: PretrainedConfig, source: HfSource, dtype: torch.dtype) -> Any:
+    """Loads what a model of the class `pruned` has, and nothing else."""
+    # Else threads of transformers read ahead of what is stacked (experts): by up to the whole stage where the machine is busy.
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    with contextlib.ExitStack() as files:
         open_file = cache(
             lambda path: files.enter_context(opened_tensors(path, BRING, framework="pt", backend="pread"))
         )
         try:
-            model, info = pruned.made.from_pretrained(
+            model, info = pruned.from_pretrained(
                 None,
                 config=config,
                 state_dict={name: _Stored(partial(open_file, path), name) for name, path in source.weight_map.items()},
@@ -179,9 +173,9 @@ def _read(pruned: _PrunedClass, config: PretrainedConfig, source: HfSource, dtyp
             f"model.path={source.name}: {name} is {list(found)} in the files, {list(wanted)} by config.json (and {len(mismatched) - 1} "
             "more): they are not of one model"
         )
-    if untied := sorted(pruned.tied.keys() - model.all_tied_weights_keys.keys()):
+    if untied := sorted(model.tied_here.keys() - model.all_tied_weights_keys.keys()):
         raise ValueError(
-            f"model.path={source.name}: its config ties {untied[0]} to {pruned.tied[untied[0]]}, and its files have two that differ: set "
+            f"model.path={source.name}: its config ties {untied[0]} to {model.tied_here[untied[0]]}, and its files have two that differ: set "
             "tie_word_embeddings to false in its config.json, or take one of them out of the files"
         )
     missing = sorted(info["missing_keys"])
@@ -209,31 +203,18 @@ class _Stored:
         return tensor[index]
 
 
-def _draw(model: PreTrainedModel, parts: Parts, seed: int) -> None:
+def _draw(model: Any, seed: int) -> None:
     """First weights as the family draws them, those of each layer from a seed of its own."""
     model.to_empty(device="cpu")
     for name in model.all_tied_weights_keys:
         model.get_parameter(name)._is_hf_initialized = True  # it becomes its source below, so nothing is drawn for it
     with torch.no_grad(), initialization.guard_torch_init_functions():
-        for number in range(parts.num_layers):
+        for number in range(model.whole_parts.num_layers):
             torch.default_generator.manual_seed(weight_seed(seed, number))
-            for name in parts.modules_of(number):
+            for name in model.whole_parts.modules_of(number):
                 model.get_submodule(name).apply(model._initialize_weights)
     model.initialize_weights()  # rotary tables and what else belongs to no layer
     model.tie_weights(recompute_mapping=False)
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 @contextmanager
