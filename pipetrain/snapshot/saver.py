@@ -22,7 +22,6 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -157,7 +156,7 @@ class Saver:
         self._say = say
         self._run = run
         self._images: dict[Part, Image] = {}
-        self._streams: dict[torch.device, tuple[Device, Stream]] = {}  # for copies, one for each device; torch has few
+        self._stream: tuple[Device, Stream] | None = None  # for all copies: torch has few
         self._save: _Save | None = None
         self._first_agreement = 1  # in this poll of a save: about when the one before was written
         if rank == 0:
@@ -174,11 +173,11 @@ class Saver:
             return
         draft = folders.draft_path(self._folder, state.step, token)
         versions = _versions(tensors)
-        copied, streams = threading.Event(), self._copy_streams(tensors)
+        copied, (device, stream) = threading.Event(), self._copy_stream(tensors)
 
         def write() -> None:
             try:
-                self._copy(tensors, streams)
+                self._copy(tensors, device, stream)
                 _check_unchanged(versions, _versions(tensors))
             finally:
                 copied.set()
@@ -238,25 +237,20 @@ class Saver:
             self._save.job.exception()  # it waits
             self._advance(self._save)
 
-    def _copy(self, tensors: Mapping[Part, Mapping[str, Tensor]], streams: list[tuple[Device, Stream]]) -> None:
-        with ExitStack() as stack:
-            for device, stream in streams:
-                stack.enter_context(device.on(stream))
+    def _copy(self, tensors: Mapping[Part, Mapping[str, Tensor]], device: Device, stream: Stream) -> None:
+        with device.on(stream):
             self._images = {part: _image(mapping, self._images.get(part)) for part, mapping in tensors.items()}
-        for device, stream in streams:
-            device.finish(stream)
+        device.finish(stream)
 
-    def _copy_streams(self, tensors: Mapping[Part, Mapping[str, Tensor]]) -> list[tuple[Device, Stream]]:
-        """One for each device that holds some of `tensors`, which begins when the work before it has made them."""
-        found = []
-        for one in {tensor.device for mapping in tensors.values() for tensor in mapping.values()}:
-            if one not in self._streams:
-                device = device_of(one)
-                self._streams[one] = device, device.stream()
-            device, stream = self._streams[one]
-            device.follow(stream, device.current())
-            found.append((device, stream))
-        return found
+    def _copy_stream(self, tensors: Mapping[Part, Mapping[str, Tensor]]) -> tuple[Device, Stream]:
+        """A stream of the GPU that holds some of `tensors`, else of the CPU; it begins when the work before it has made them."""
+        if self._stream is None:
+            gpus = (tensor.device for mapping in tensors.values() for tensor in mapping.values() if tensor.is_cuda)
+            device = device_of(next(gpus, torch.device("cpu")))
+            self._stream = device, device.stream()
+        device, stream = self._stream
+        device.follow(stream, device.current())
+        return device, stream
 
     def _open_draft(self, step: int, parts: Iterable[Part]) -> int:
         """Rank 0 makes the folder; returns its token, or 0 where it cannot be made."""

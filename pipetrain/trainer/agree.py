@@ -8,33 +8,12 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
-from pipetrain.comm.group import Group
+from pipetrain.comm.group import Group, made_by_first
 from pipetrain.monitor.claim import claimed
 from pipetrain.monitor.folder import RunFolder, check_free, reserve_folder
 
-_T = TypeVar("_T")
-
 _SHARED_SECONDS = 30.0  # network file systems may show a new file that late
-
-
-def from_first(make: Callable[[], _T], group: Group) -> _T:
-    """What rank 0 makes, of what JSON knows, on every rank. Collective.
-
-    Raises:
-        ValueError: what it raises, on every rank.
-    """
-    made, problem = None, ""
-    if group.rank == 0:
-        try:
-            made = make()
-        except ValueError as error:
-            problem = str(error)
-    made, problem = group.from_first((made, problem))
-    if problem:
-        raise ValueError(problem)
-    return made  # type: ignore[return-value]
 
 
 def check_all_read_the_same(fingerprint: str, group: Group) -> None:
@@ -64,24 +43,18 @@ def agreed_folder(
     with contextlib.ExitStack() as stack:
 
         def choose() -> str:
-            path = str(stack.enter_context(_claimed_folder(run_dir, experiment, again=again)).path)
-            announce(path)
-            return path
+            if not again:
+                check_free(run_dir)
+            folder = reserve_folder(run_dir, experiment)
+            stack.enter_context(claimed(folder.path, again=again))
+            folder.create(again=again)  # which looks once more: a run may have come and gone before the claim
+            announce(str(folder.path))
+            return str(folder.path)
 
-        chosen = from_first(choose, group)
+        chosen = made_by_first(choose, group)
         if group.size > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
             check_shared(Path(chosen), group)
         yield RunFolder(Path(chosen))
-
-
-@contextlib.contextmanager
-def _claimed_folder(run_dir: str | None, experiment: str, *, again: bool) -> Iterator[RunFolder]:
-    if not again:
-        check_free(run_dir)
-    folder = reserve_folder(run_dir, experiment)
-    with claimed(folder.path, again=again):
-        folder.create(again=again)  # which looks once more: a run may have come and gone before the claim
-        yield folder
 
 
 def check_shared(run_dir: Path, group: Group, timeout_seconds: float = _SHARED_SECONDS) -> None:

@@ -61,14 +61,6 @@ class Case:
     mode: str
     num_replicas: int = 1
 
-    @property
-    def stages_per_rank(self) -> int:
-        return 2 if self.schedule in ("interleaved", "zbv") else 1
-
-    @property
-    def placement(self) -> str:
-        return "v" if self.schedule == "zbv" else "loop"
-
 
 @dataclass(frozen=True)
 class Row:
@@ -146,10 +138,10 @@ def _differences(case: Case) -> list[tuple[str, float]]:
     plan = make_plan(
         len(subject.layers()),
         num_ranks=case.num_ranks // case.num_replicas,
-        stages_per_rank=case.stages_per_rank,
+        stages_per_rank=2 if case.schedule in ("interleaved", "zbv") else 1,
         num_microbatches=NUM_MICROBATCHES,
         num_replicas=case.num_replicas,
-        placement=case.placement,
+        placement="v" if case.schedule == "zbv" else "loop",
     )
     way = Way(case.mode, plan.num_stages, case.num_ranks, case.schedule, policy={"last_stage": "auto"}, plan=plan)
 

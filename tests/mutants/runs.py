@@ -152,7 +152,7 @@ MUTANTS = (
     ),
     Mutant(
         "norms of pieces are added up",
-        "pipetrain/engine/deepspeed/stages.py",
+        "pipetrain/engine/deepspeed/engine_deepspeed.py",
         "math.hypot(*norms)",
         "sum(norms)",
         ("tests/train/test_deepspeed_replicas.py", "-k", "cut"),
@@ -216,15 +216,15 @@ MUTANTS = (
     Mutant(
         "a run does not claim its folder",
         "pipetrain/trainer/agree.py",
-        "    with claimed(folder.path, again=again):",
-        "    with contextlib.nullcontext():",
+        "            stack.enter_context(claimed(folder.path, again=again))\n",
+        "",
         ("tests/train/test_cli.py", "-k", "claimed"),
     ),
     Mutant(
         "tokens are those of one replica",
         "pipetrain/trainer/steps.py",
-        "        if self.replicas is None:\n            return own",
-        "        if own:\n            return own",
+        "    return Tokens(sum(part[0] for part in parts), sum(part[1] for part in parts))",
+        "    return own",
         ("tests/train/test_over_replicas.py", "-k", "tokens_are"),
     ),
     Mutant(
@@ -377,8 +377,8 @@ MUTANTS = (
     Mutant(
         "each save takes a stream",
         "pipetrain/snapshot/saver.py",
-        "            if one not in self._streams:\n",
-        "            if one is not None:\n",
+        "        if self._stream is None:\n",
+        "        if True:\n",
         ("tests/snapshot/test_saver.py", "-k", "one_stream"),
     ),
     Mutant(

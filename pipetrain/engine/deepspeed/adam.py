@@ -30,8 +30,7 @@ def host_adam(groups: list[dict[str, Any]], learning_rate: float, betas: tuple[f
         # torch waits for this file without an end, and a compilation that was killed leaves it behind.
         (folder / "cpu_adam" / "lock").unlink(missing_ok=True)
         if not (folder / "cpu_adam" / "cpu_adam.so").is_file():
-            told = f"compiling DeepSpeed's cpu_adam for this machine, once, about a minute: {folder / 'cpu_adam'}"
-            say(told)
+            say(f"compiling DeepSpeed's cpu_adam for this machine, once, about a minute: {folder / 'cpu_adam'}")
         try:
             optimizer: torch.optim.Optimizer = HostAdam(groups, lr=learning_rate, betas=betas)
         except (RuntimeError, ImportError) as error:
