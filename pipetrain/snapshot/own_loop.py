@@ -17,7 +17,6 @@ from pipetrain.config.read_files import parse_json
 from pipetrain.config.terminal import say
 from pipetrain.models.trained import Beside, Model, Optimizer
 from pipetrain.plan.plan import Plan
-from pipetrain.snapshot.reader import Snapshot
 from pipetrain.snapshot.saver import Saver
 from pipetrain.snapshot.session import agreed, as_dict
 from pipetrain.snapshot.start import look_for
@@ -106,7 +105,9 @@ def load(
     if snapshot is None:
         return None
     loop = snapshot.state.loop or {}
-    _check_scheduler(snapshot, loop, scheduler)
+    if (scheduler is None) != ("scheduler" not in loop):
+        had, now = ("no", "without it") if scheduler is not None else ("a", "with scheduler=...")
+        raise ValueError(f"{snapshot.folder} was saved with {had} scheduler: call load {now}")
     snapshot.restore(pipeline, optimizer, ranks.rank, ranks.device)
     restore_options(pipeline, optimizer, snapshot.tensors(Part.OPTIONS))
     if scheduler is not None:
@@ -168,13 +169,6 @@ def _saves_of(pipeline: Trained) -> Saves:
     saves = Saves(pipeline.ranks)
     pipeline.beside.append(saves)
     return saves
-
-
-def _check_scheduler(snapshot: Snapshot, loop: Mapping[str, str], scheduler: Scheduler | None) -> None:
-    """Raises ValueError: one was saved and none is given, or the other way round."""
-    if (scheduler is None) != ("scheduler" not in loop):
-        had, now = ("no", "without it") if scheduler is not None else ("a", "with scheduler=...")
-        raise ValueError(f"{snapshot.folder} was saved with {had} scheduler: call load {now}")
 
 
 def _as_lists(state: Any) -> Any:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.comm.coordinates import Grid
-from pipetrain.config.phases import naming_phase, phases_of
+from pipetrain.config.phases import Phase, naming_phase, phases_of
 from pipetrain.config.records import NATIVE, PYTHON, WEIGHTS_IN, RunConfig
 from pipetrain.config.target import SCHEDULES, is_extension, load_extension
 from pipetrain.config.terminal import say
@@ -122,7 +122,7 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
     policy_of(config).check_layers(plan.num_layers)
     _refuse_profile_without_layers(config)
     policy = _in_parts(config, plan.balance, size)
-    spec = replace(_spec(config, plan.stage_ranks, policy), tied=tied, num_replicas=plan.num_replicas)
+    spec = replace(_spec(config, plan.stage_ranks, policy), tied=tied)
     if order is None and pipeline.schedule == AUTO:
         found = _sought(spec, _costs(config, plan.num_stages, size.flops_per_layer)(plan.balance), config)
     schedule = _schedule(spec, order) if found is None else found.schedule
@@ -134,8 +134,7 @@ def _balanced(config: RunConfig, plan: Plan, size: ModelSize) -> tuple[Plan, str
     """With pipeline.balance=auto the plan of the shortest step, R included, and a line about it; else the plan as it is."""
     if config.pipeline.balance != "auto" or config.engine.name != NATIVE or not _tells_of_layers(config):
         return plan, ""
-    policy = _in_parts(config, plan.balance, size)
-    spec = replace(_spec(config, plan.stage_ranks, policy), num_replicas=plan.num_replicas)
+    spec = _spec(config, plan.stage_ranks, _in_parts(config, plan.balance, size))
     costs_of = _costs(config, plan.num_stages, size.flops_per_layer)
     balance = balance_by_step(plan.balance, spec, costs_of)
     return replace(plan, balance=balance), balance_told(balance, plan.balance, spec.policy)
@@ -150,12 +149,9 @@ def _tells_of_layers(config: RunConfig) -> bool:
 
 
 @dataclass(frozen=True)
-class PreparedPhase:
-    """What a phase asks for: steps from `first_step` (from 1) on are those of `run`. A run without phases is one."""
+class PreparedPhase(Phase):
+    """A phase with what it asks for: its steps are those of `run`. A run without phases is one."""
 
-    number: int  # from 0
-    first_step: int
-    config: RunConfig
     run: Run
 
 
@@ -178,7 +174,7 @@ def prepare_phases(
             own = replace(own, pipeline=replace(own.pipeline, balance=prepared[0].run.plan.balance))
         with naming_phase(phase, config):
             run = prepare(own, num_ranks, order)
-        prepared.append(PreparedPhase(phase.number, phase.first_step, phase.config, run))
+        prepared.append(PreparedPhase(**vars(phase), run=run))
     return tuple(prepared)
 
 
@@ -199,7 +195,7 @@ def predict(config: RunConfig, measured: Costs | None = None) -> Shown:
     )
     config = _with_replicas(config, world.num_replicas)
     costs, policy = _costs_shown(config, stage_ranks) if measured is None else (measured, policy_of(config))
-    spec = replace(_spec(config, stage_ranks, policy), costs=costs, num_replicas=world.num_replicas)
+    spec = replace(_spec(config, stage_ranks, policy), costs=costs)
     if pipeline.schedule == AUTO:
         found = _sought(spec, costs, config)
         return show_schedule(found.schedule, costs, found.least_seconds)
@@ -215,8 +211,9 @@ def predict_mesh(config: RunConfig, schedule: Schedule) -> tuple[Mesh, str]:
     """
     world = world_of(config.pipeline, config.parallel, config.cluster)
     grid = Grid(world.num_replicas, world.ranks_per_replica, order=config.parallel.order)
+    config = _with_replicas(config, world.num_replicas)
     try:
-        plan, model, unknown = _held(config, schedule, world.num_replicas)
+        plan, model, unknown = _held(config, schedule)
     except ValueError as error:
         layers = (1,) * schedule.num_stages
         plan = Plan(layers, schedule.stage_ranks, schedule.num_microbatches, world.num_replicas)
@@ -232,14 +229,14 @@ def predict_mesh(config: RunConfig, schedule: Schedule) -> tuple[Mesh, str]:
     return mesh, unknown
 
 
-def _held(config: RunConfig, schedule: Schedule, num_replicas: int) -> tuple[Plan, Holds, str]:
+def _held(config: RunConfig, schedule: Schedule) -> tuple[Plan, Holds, str]:
     """Where the layers are, what they hold and what goes between them; and what of it is not known."""
     length = config.data.sequence_length
     size = size_of(config.model, sequence_length=length)
-    plan = _plan_on(config, schedule.stage_ranks, size, schedule.num_microbatches, num_replicas)
-    check_samples(config, num_replicas)
+    plan = _plan_on(config, schedule.stage_ranks, size, schedule.num_microbatches)
+    check_samples(config, plan.num_replicas)
     size = size_of(config.model, vocabulary_size=known_vocabulary(config), sequence_length=length)
-    slices = num_replicas * schedule.num_microbatches
+    slices = plan.num_replicas * schedule.num_microbatches
     fewest, longer = divmod(config.data.global_batch_size, slices)
     held = Holds(
         parameters=size.parameters_per_layer,
@@ -257,14 +254,12 @@ def _held(config: RunConfig, schedule: Schedule, num_replicas: int) -> tuple[Pla
     return plan, held, unknown
 
 
-def _plan_on(
-    config: RunConfig, stage_ranks: tuple[int, ...], size: ModelSize, num_microbatches: int, num_replicas: int = 1
-) -> Plan:
+def _plan_on(config: RunConfig, stage_ranks: tuple[int, ...], size: ModelSize, num_microbatches: int) -> Plan:
     """Where the layers are, for stages on these ranks."""
     plan = make_plan(
         size.num_layers,
         num_microbatches=num_microbatches,
-        num_replicas=num_replicas,
+        num_replicas=_known_replicas(config),
         balance=config.pipeline.balance,
         work=size.flops_per_layer,
         placement=stage_ranks,
@@ -291,6 +286,11 @@ def number_bytes_of(config: RunConfig) -> NumberBytes | None:
 def _with_replicas(config: RunConfig, num_replicas: int) -> RunConfig:
     """The configuration with their number, where it was `auto`."""
     return replace(config, parallel=replace(config.parallel, num_replicas=num_replicas))
+
+
+def _known_replicas(config: RunConfig) -> int:
+    assert isinstance(config.parallel.num_replicas, int), "`_with_replicas` comes first"
+    return config.parallel.num_replicas
 
 
 def _costs_shown(config: RunConfig, stage_ranks: tuple[int, ...]) -> tuple[Costs, RecomputePolicy]:
@@ -320,7 +320,7 @@ def _in_parts(config: RunConfig, balance: tuple[int, ...], size: ModelSize) -> R
 
 def _costs(config: RunConfig, num_stages: int, work: Sequence[float] | None = None) -> Callable[[Sequence[int]], Costs]:
     """What stages of a balance cost: those of the run, or of the layers, that `plan.profile` names, else shares of `cost.*` by `work`."""
-    cost, given = config.cost, config.plan.profile
+    given = config.plan.profile
     if given is not None:
         profile = profile_of(config)
         check_profile(given, profile, num_stages, config.pipeline.num_microbatches)
@@ -329,23 +329,10 @@ def _costs(config: RunConfig, num_stages: int, work: Sequence[float] | None = No
         policy = policy_of(config)
         policy.check_layers(profile.num_layers)
         selective = () if policy.mode is Mode.NEVER else policy.selective
-        replicas = config.parallel.num_replicas
-        assert isinstance(replicas, int)
+        replicas = _known_replicas(config)
         return lambda balance: with_sums(costs_of_layers(profile, balance, selective), profile, balance, replicas)
-    mean = Costs.spread(
-        num_stages,
-        forward=cost.forward_seconds,
-        backward=cost.backward_seconds,
-        recompute=cost.recompute_seconds,
-        hop=cost.hop_seconds,
-        input_gradient=cost.input_gradient_seconds,
-        weight_gradient=cost.weight_gradient_seconds,
-        input_share=cost.input_share,
-        kept_share=cost.kept_share,
-        reduce=cost.reduce_seconds,
-        offload=cost.offload_seconds,
-        copy_contention=cost.copy_contention,
-    )
+    keys = {key.removesuffix("_seconds"): value for key, value in vars(config.cost).items()}  # an argument for each
+    mean = Costs.spread(num_stages, **keys)
     return (lambda balance: costs_by_work(balance, work, mean)) if _tells_of_layers(config) else lambda _: mean
 
 
@@ -374,7 +361,7 @@ def foreseen_bytes(config: RunConfig, run: Run, kept: Path) -> tuple[int, ...]:
     given = config.plan.profile or (str(kept) if kept.is_file() else None)
     if given is None:
         return ()
-    config = replace(config, plan=replace(config.plan, profile=given))
+    config = _with_replicas(replace(config, plan=replace(config.plan, profile=given)), run.plan.num_replicas)
     with suppress(ValueError):
         profile, plan, schedule = profile_of(config), run.plan, run.schedule
         if profile.layers:
@@ -390,9 +377,7 @@ def conditions_of(config: RunConfig) -> dict[str, Any]:
     if config.model.name != PYTHON:  # a profile of an older version does not have its keys
         model = {key: value for key, value in model.items() if value != {}}
     installed = {"torch": version("torch")} if find_spec("torch") else {}  # a login node may have none
-    replicas, microbatches = config.parallel.num_replicas, config.pipeline.num_microbatches
-    assert isinstance(replicas, int)
-    samples = -(-config.data.global_batch_size // (replicas * microbatches))
+    samples = -(-config.data.global_batch_size // (_known_replicas(config) * config.pipeline.num_microbatches))
     return {
         **model,
         "precision": config.precision,
@@ -429,6 +414,7 @@ def _refuse_profile_without_layers(config: RunConfig) -> None:
 
 
 def _spec(config: RunConfig, stage_ranks: tuple[int, ...], policy: RecomputePolicy) -> ScheduleSpec:
+    """What the schedule of `config` is made from, once its number of replicas is known."""
     given = config.pipeline.schedule  # or the function that it names
     is_ours = given in (*FAMILIES, AUTO) or given.endswith(".csv") or not is_extension(given, SCHEDULES)
     return ScheduleSpec(
@@ -438,6 +424,7 @@ def _spec(config: RunConfig, stage_ranks: tuple[int, ...], policy: RecomputePoli
         policy=policy,
         split_backward=config.pipeline.split_backward,
         warmup=config.pipeline.warmup,
+        num_replicas=_known_replicas(config),
         transport_ahead=config.transport.prefetch,
     )
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
 from pipetrain.comm.failure import PipelineError
@@ -174,18 +174,6 @@ def _plain_of(model: str, num_replicas: int) -> tuple[Subject, Trace]:
     return subject, plain(subject)
 
 
-class _Dense(nn.Module):
-    """`[rows, features]` to the same."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(features, features)
-        self.dropout = nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.dropout(self.linear(x)))
-
-
 BatchOf = Callable[[int], Batch]
 
 
@@ -194,7 +182,8 @@ def _dense() -> tuple[ModelSpec, BatchOf]:
         generator = torch.Generator().manual_seed(step)
         return Batch(torch.randn(NUM_ROWS, 8, generator=generator), torch.randn(NUM_ROWS, 8, generator=generator))
 
-    return replace(spec_of([lambda: _Dense(8)] * 7), loss_fn=nn.functional.mse_loss), batch
+    layers = [lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Tanh())] * 7
+    return replace(spec_of(layers), loss_fn=nn.functional.mse_loss), batch
 
 
 def _transformer() -> tuple[ModelSpec, BatchOf]:

@@ -6,7 +6,7 @@ MUTANTS = (
     Mutant(
         "a disk that refuses a snapshot's file is not heard",
         "pipetrain/snapshot/saver.py",
-        "            synced.result()\n",
+        "        synced.result()\n",
         "",
         ("tests/snapshot/test_saver.py", "-k", "does_not_reach_the_disk"),
     ),
