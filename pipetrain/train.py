@@ -71,9 +71,7 @@ gc.enable()
 def train(config: RunConfig) -> Outcome:
     """Trains as one of the ranks that torch.distributed knows, and leaves the run folder behind.
 
-    Raises:
-        ValueError: the configuration, the data or the number of ranks does not make a run.
-        PipelineError: a rank failed.
+    Raises ValueError: the configuration, the data or the number of ranks does not make a run; PipelineError: a rank failed.
     """
     # Replicas of so many stages need another number of ranks, perhaps: that is said before anybody waits for anybody.
     num_ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]) if is_rank() else 1
@@ -148,8 +146,7 @@ def _data(config: RunConfig, group: Group, plan: Plan) -> list[Data]:
 def _spec(config: RunConfig, data: Sequence[Data]) -> ModelSpec:
     """The model, with weights in the dtype that is trained.
 
-    Raises:
-        ValueError: it is none, or cannot take such samples; on every rank, before there is a run folder.
+    Raises ValueError: it is none, or cannot take such samples; on every rank, before there is a run folder.
     """
     model = replace(config.model, dtype=config.model.dtype or WEIGHTS_IN[config.precision])
     spec = make_spec(model, data[0].vocabulary_size, config.seed)
@@ -164,8 +161,7 @@ def _agreed_orders(config: RunConfig, group: Group) -> list[str | None]:
     """The orders of pipeline.schedule=auto, one per phase: rank 0 takes them from the run that it resumes, or searches. Empty for another
     schedule.
 
-    Raises:
-        ValueError: a search is impossible; on every rank.
+    Raises ValueError: a search is impossible; on every rank.
     """
     if config.pipeline.schedule != AUTO:
         return []

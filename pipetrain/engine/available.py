@@ -55,8 +55,7 @@ _TAKEN: dict[str, tuple[tuple[object, ...], str]] = {
 def check_engine(config: RunConfig, num_replicas: int | None = None, tied: Sequence[tuple[int, int]] = ()) -> None:
     """Whether the engine can do what the keys say; `tied` are pairs of stages that share a parameter, where they are known.
 
-    Raises:
-        ConfigError: it cannot.
+    Raises ConfigError: it cannot.
     """
     given = config.parallel.num_replicas
     num_replicas = num_replicas or (given if isinstance(given, int) else 1)
@@ -105,9 +104,7 @@ def _refused_by_deepspeed(config: RunConfig, num_replicas: int, tied: Sequence[t
 
 
 def check_available(config: RunConfig) -> None:
-    """Raises:
-    ConfigError: DeepSpeed or a compiler is missing, or the user's own engine or `pipeline.on_call` cannot be imported.
-    """
+    """Raises ConfigError: DeepSpeed or a compiler is missing, or the user's own engine or `pipeline.on_call` cannot be imported."""
     if config.engine.name not in (NATIVE, DEEPSPEED):
         load_extension("engine.name", config.engine.name, ENGINES)
     if config.pipeline.on_call is not None:

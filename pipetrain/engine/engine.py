@@ -84,8 +84,7 @@ class Engine(Protocol):
     def check_replicas(self) -> None:
         """Compares the weights of the replicas, which are to be the same. Collective.
 
-        Raises:
-            PipelineError: they are not; with the ranks that differ.
+        Raises PipelineError: they are not; with the ranks that differ.
         """
 
     def gather_report(self) -> StepFigures | None:
@@ -223,8 +222,7 @@ def make_engine(
 
     DeepSpeed's tells of no ops, so `on_event` hears nothing from it, and takes the policy of the schedule, not its order.
 
-    Raises:
-        ValueError: a model without a loss, or one that the engine cannot cut so.
+    Raises ValueError: a model without a loss, or one that the engine cannot cut so.
     """
     if spec.loss_fn is None:
         raise ValueError("a model without a loss cannot be trained: its ModelSpec needs a loss_fn")

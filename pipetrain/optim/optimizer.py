@@ -230,8 +230,7 @@ class ShardedOptimizer(ByWeight):
         make: the optimizer of the groups of a share, of which some may be empty.
         replicas: the ranks that have these parameters.
 
-    Raises:
-        ValueError: parameters of several dtypes.
+    Raises ValueError: parameters of several dtypes.
     """
 
     def __init__(self, groups: Groups, make: Callable[[Groups], Any], replicas: dist.ProcessGroup) -> None:

@@ -19,8 +19,7 @@ _SHARED_SECONDS = 30.0  # network file systems may show a new file that late
 def check_all_read_the_same(fingerprint: str, group: Group) -> None:
     """Each rank reads for itself: on several machines, inputs and targets might be of different text.
 
-    Raises:
-        ValueError: on every rank.
+    Raises ValueError: on every rank.
     """
     if group.largest(int(group.from_first(fingerprint) != fingerprint)):
         raise ValueError(
@@ -37,8 +36,7 @@ def agreed_folder(
 
     It is claimed until the block ends. `again`: a run may have been in it, which goes on.
 
-    Raises:
-        ValueError: it cannot be made, another run has it, or not every machine sees it; on every rank.
+    Raises ValueError: it cannot be made, another run has it, or not every machine sees it; on every rank.
     """
     with contextlib.ExitStack() as stack:
 
@@ -60,8 +58,7 @@ def agreed_folder(
 def check_shared(run_dir: Path, group: Group, timeout_seconds: float = _SHARED_SECONDS) -> None:
     """Ranks of several machines write into one run folder, and resume from its snapshots.
 
-    Raises:
-        ValueError: a machine does not see the folder of the first within `timeout_seconds`; on every rank.
+    Raises ValueError: a machine does not see the folder of the first within `timeout_seconds`; on every rank.
     """
     mark = f".seen-from-all-machines-{group.from_first(secrets.token_hex(4))}"
     if group.rank == 0:

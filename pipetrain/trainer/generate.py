@@ -50,9 +50,7 @@ def generate(config: RunConfig, plan: Plan, weights: Path, asked: Asked, write: 
     `config` is the run's, with a Hugging Face model's config and tokenizer in `model.path`; `weights` is the folder that the run left them in
     at its end, or a whole snapshot.
 
-    Raises:
-        ValueError: numbers out of range, no tokenizer, or weights that do not fit.
-        PipelineError: a rank failed.
+    Raises ValueError: numbers out of range, no tokenizer, or weights that do not fit; PipelineError: a rank failed.
     """
     tokenizer = make_tokenizer(config.data, config.model.path)
     if tokenizer is None:
@@ -84,8 +82,7 @@ def generate(config: RunConfig, plan: Plan, weights: Path, asked: Asked, write: 
 def _are_chats(asked: Asked, tokenizer: Tokenizer) -> bool:
     """Whether the prompts are questions.
 
-    Raises:
-        ValueError: a message that only a chat has.
+    Raises ValueError: a message that only a chat has.
     """
     has_template = isinstance(tokenizer, HfTokenizer) and tokenizer.has_chats
     if asked.system is not None and (asked.raw or not has_template):

@@ -177,8 +177,7 @@ def folder_of(inspect: Path, incident: Incident) -> Path:
 def write_incident(folder: Path, incident: Incident, diagnosis: Diagnosis | None, batch: Batch, seed: int) -> None:
     """Both files; what an earlier run of the same step and batch left is replaced.
 
-    Raises:
-        OSError: they cannot be written.
+    Raises OSError: they cannot be written.
     """
     for path in (folder.parent, folder):
         path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)

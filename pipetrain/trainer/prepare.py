@@ -75,9 +75,8 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
 
     `order` is that of pipeline.schedule=auto, as `write_csv` spells it; None: it is searched for.
 
-    Raises:
-        ValueError: values out of range, or that do not fit each other, the model or the number of ranks; with the key, the
-            value and what is allowed.
+    Raises ValueError: values out of range, or that do not fit each other, the model or the number of ranks; with the key, the value and
+    what is allowed.
     """
     check_run(config)
     check_engine(config)
@@ -162,8 +161,7 @@ def prepare_phases(
 
     `orders` are those of pipeline.schedule=auto, one for each phase, where they are known.
 
-    Raises:
-        ValueError: as `prepare`, with the phase in front; or phases that do not follow one another.
+    Raises ValueError: as `prepare`, with the phase in front; or phases that do not follow one another.
     """
     check_run(config)
     check_engine(config)
@@ -181,8 +179,7 @@ def prepare_phases(
 def predict(config: RunConfig, measured: Costs | None = None) -> Shown:
     """The schedule of `config`, simulated on `cost.*`, a profile or what was `measured`. Model and balance are read only for layers.
 
-    Raises:
-        ValueError: an unknown family, or numbers out of range or that do not fit each other.
+    Raises ValueError: an unknown family, or numbers out of range or that do not fit each other.
     """
     check_schedule(config)
     pipeline = config.pipeline
@@ -206,8 +203,7 @@ def predict_mesh(config: RunConfig, schedule: Schedule) -> tuple[Mesh, str]:
     """The mesh of the replicas that run `schedule`, which `predict` made of `config`; and why what ranks hold and send is not known, where model
     and data do not tell it ("": it is known).
 
-    Raises:
-        ValueError: the ranks do not make so many replicas.
+    Raises ValueError: the ranks do not make so many replicas.
     """
     world = world_of(config.pipeline, config.parallel, config.cluster)
     grid = Grid(world.num_replicas, world.ranks_per_replica, order=config.parallel.order)
@@ -339,8 +335,7 @@ def _costs(config: RunConfig, num_stages: int, work: Sequence[float] | None = No
 def profile_of(config: RunConfig) -> Profile:
     """What `plan.profile` names, for microbatches of this run.
 
-    Raises:
-        ValueError: there is none, or layers were measured with something else than this configuration; with the key that differs.
+    Raises ValueError: there is none, or layers were measured with something else than this configuration; with the key that differs.
     """
     given = config.plan.profile or PROFILE
     profile = read_profile(given)

@@ -207,8 +207,7 @@ class Steps:
 
         The engine was made for the phase of the first of them.
 
-        Raises:
-            PipelineError: a step was refused, and the guard ends the run.
+        Raises PipelineError: a step was refused, and the guard ends the run.
         """
         step = self.snapshots.first_step
         self.engine.start_at(step)
@@ -372,8 +371,7 @@ class Steps:
         Returns:
             The step to go on with after a rollback; None: with the next one.
 
-        Raises:
-            PipelineError: the run stops.
+        Raises PipelineError: the run stops.
         """
         diagnosis = self.engine.diagnose(batch)
         state = self.snapshots.roll_back() if incident.action is Action.ROLLBACK else None

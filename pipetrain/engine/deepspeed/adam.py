@@ -22,8 +22,7 @@ _FOLDER = "TORCH_EXTENSIONS_DIR"
 def host_adam(groups: list[dict[str, Any]], learning_rate: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
     """AdamW with its state in host memory. Its kernel is compiled where nobody has, once, by one process.
 
-    Raises:
-        OSError: it cannot be compiled.
+    Raises OSError: it cannot be compiled.
     """
     folder = _folder()
     with FileLock(folder / "pipetrain.lock"), quiet_stdout():

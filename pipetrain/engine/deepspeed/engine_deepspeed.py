@@ -124,8 +124,7 @@ class DeepSpeedEngine:
     def check_replicas(self) -> None:
         """Whether all replicas have the same weights. Collective.
 
-        Raises:
-            PipelineError: they do not; it names the ranks that differ from replica 0's.
+        Raises PipelineError: they do not; it names the ranks that differ from replica 0's.
         """
         digest = hashlib.sha256()
         for parameter in self.model.parameters():
@@ -222,8 +221,7 @@ class DeepSpeedEngine:
     def _cut(self, batch: Batch) -> list[_Microbatch]:
         """Microbatches of one size, as DeepSpeed's buffers need: the last one of an evaluation is padded with rows that do not count.
 
-        Raises:
-            ValueError: inputs or targets are not one tensor.
+        Raises ValueError: inputs or targets are not one tensor.
         """
         if self._spec.take_batch is not None:
             batch = Batch(*self._spec.take_batch(*batch))
