@@ -181,14 +181,14 @@ MUTANTS = (
     Mutant(
         "each replica evaluates everything as its own share",
         "pipetrain/engine/engine.py",
-        "rows < self._pipeline.num_replicas else",
+        "rows < self.model.num_replicas else",
         "rows < 0 else",
         ("tests/train/test_over_replicas.py", "-k", "evaluation"),
     ),
     Mutant(
         "the native engine does not share out its optimizer state",
         "pipetrain/engine/engine.py",
-        "self._pipeline.replica_process_group() if config.parallel.zero_stage else None",
+        "self.model.replica_process_group() if config.parallel.zero_stage else None",
         "None",
         ("tests/train/test_zero.py", "-k", "share"),
     ),
