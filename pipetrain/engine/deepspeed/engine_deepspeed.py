@@ -84,10 +84,9 @@ class DeepSpeedEngine:
             self._group = dist.new_group(backend="gloo", timeout=timeout)  # for figures, on the host
         with quiet_stdout(), generators_restored(device):
             join_world(deepspeed, timeout)
-            from pipetrain.engine.deepspeed.stages import Seeds, ShardedAdamW, StagedModule
+            from pipetrain.engine.deepspeed.stages import ShardedAdamW, StagedModule
 
-            self._seeds = Seeds(config.seed, device, self._at.replica * plan.num_microbatches)
-            self.model = StagedModule(spec, plan, schedule.policy, grid, config.seed, self._seeds)
+            self.model = StagedModule(spec, plan, schedule.policy, grid, config.seed, device)
             optimizer = make_optimizer(config.optim, self.model.parameters())
             with self._naming_a_loss():
                 self._engine, *_ = deepspeed.initialize(
@@ -111,7 +110,7 @@ class DeepSpeedEngine:
         rate = learning_rate(self._config.optim, step, self._config.num_steps)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
-        self._step, self._seeds.step, self._accepts = step, step - 1, accepts
+        self._step, self.model.step, self._accepts = step, step - 1, accepts
         self.model.micro_offset = 0  # microbatches are counted from here
         self._started = time.perf_counter()
         with self._naming_a_loss():

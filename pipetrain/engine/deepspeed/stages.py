@@ -34,32 +34,18 @@ _BASE_SEED = 1 << 20
 _FIRST_FORWARD = 2  # where a layer is built, 1 stands instead
 
 
-class Seeds:
-    """The seed of each layer's dropout in the step that runs; `first_microbatch` is this replica's first among those of all."""
-
-    def __init__(self, seed: int, device: torch.device, first_microbatch: int) -> None:
-        self.step = 0  # from 0, as a Pipeline counts
-        self._seed = seed
-        self._device = device
-        self._first_microbatch = first_microbatch
-
-    def __call__(self, number: int) -> None:
-        call, layer = divmod(number, _BASE_SEED)
-        if call >= _FIRST_FORWARD:
-            microbatch = self._first_microbatch + call - _FIRST_FORWARD
-            seed_generators(mix(self._seed, self.step, microbatch, layer), self._device)
-
-
 class StagedModule(PipelineModule):  # type: ignore[misc]
     """The layers, cut as the plan says. With recompute, each stage is one checkpointed region."""
 
     def __init__(
-        self, spec: ModelSpec, plan: Plan, policy: RecomputePolicy, grid: Grid, seed: int, seeds: Seeds
+        self, spec: ModelSpec, plan: Plan, policy: RecomputePolicy, grid: Grid, seed: int, device: torch.device
     ) -> None:
         assert spec.loss_fn is not None, "make_engine refuses a model without a loss"
-        self._plan = plan
+        self._plan, self._seed, self._device = plan, seed, device
+        self._at = grid.coordinates_of(dist.get_rank())
+        self.step = 0  # from 0, as a Pipeline counts
         self.on_load: Callable[[], None] | None = None  # called when the weights have changed
-        own = plan.layers_of(grid.coordinates_of(dist.get_rank()).stage)
+        own = plan.layers_of(self._at.stage)
         elsewhere = [nn.Identity()] * plan.num_layers  # DeepSpeed uses only the layers of its rank
         super().__init__(
             [*elsewhere[: own.start], *spec.build(own.start, own.stop, seed=seed), *elsewhere[own.stop :]],
@@ -69,7 +55,7 @@ class StagedModule(PipelineModule):  # type: ignore[misc]
             else ProcessTopology(["data", "pipe"], [grid.replica, grid.stage]),
             loss_fn=partial(weighted_loss, spec.loss_fn),
             seed_layers=True,
-            seed_fn=seeds,
+            seed_fn=self._seed_dropout,
             base_seed=_BASE_SEED,
             # The reentrant default recomputes nothing on the first stage, whose input needs no gradient.
             activation_checkpoint_func=non_reentrant_checkpoint,
@@ -77,6 +63,13 @@ class StagedModule(PipelineModule):  # type: ignore[misc]
         # Layers per checkpointed region on this rank; 0: nothing is recomputed.
         is_kept = self.stage_id == plan.num_stages - 1 and policy.last_stage is LastStage.AUTO
         self.activation_checkpoint_interval = 0 if policy.mode is Mode.NEVER or is_kept else plan.balance[self.stage_id]
+
+    def _seed_dropout(self, number: int) -> None:
+        """Seeds for a layer of a microbatch of the step that runs; replicas number their microbatches one after the other."""
+        call, layer = divmod(number, _BASE_SEED)
+        if call >= _FIRST_FORWARD:
+            microbatch = self._at.replica * self._plan.num_microbatches + call - _FIRST_FORWARD
+            seed_generators(mix(self._seed, self.step, microbatch, layer), self._device)
 
     def _partition_layers(self, method: str = "") -> None:  # noqa: ARG002, the signature is DeepSpeed's
         """DeepSpeed's own methods know equal numbers and balanced weights, and no list."""
@@ -132,7 +125,7 @@ class ShardedAdamW(ByWeight):
         states = {}
         for flat, parameters in self._groups():
             state = self._zero.optimizer.state.get(flat, {})
-            self._link(flat, parameters)
+            lazy_init_hp_params_optimizer_state(parameters, flat, self._zero.optimizer.state)  # finds their pieces
             for parameter in parameters if state else ():
                 whole = {
                     key: parameter.get_full_hp_param(key) if value.dim() else value for key, value in state.items()
@@ -158,7 +151,7 @@ class ShardedAdamW(ByWeight):
                     state[key] = torch.zeros_like(flat if value.dim() else value)
                 if not value.dim():
                     state[key].copy_(value)
-            self._link(flat, parameters)
+            lazy_init_hp_params_optimizer_state(parameters, flat, self._zero.optimizer.state)  # finds their pieces
             for parameter, one in zip(parameters, given):
                 for key, value in one.items():
                     if value.dim():
@@ -180,7 +173,3 @@ class ShardedAdamW(ByWeight):
     def _groups(self) -> Iterator[tuple[Tensor, list[Any]]]:
         """Flat part and parameters of each."""
         yield from zip(self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups)
-
-    def _link(self, flat: Tensor, parameters: list[Any]) -> None:
-        """Lets each parameter find its pieces of the flat state that there is."""
-        lazy_init_hp_params_optimizer_state(parameters, flat, self._zero.optimizer.state)
