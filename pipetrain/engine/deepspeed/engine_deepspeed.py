@@ -157,7 +157,8 @@ class DeepSpeedEngine:
         return StepFigures(self._step_seconds, tuple(peaks)) if self._rank == 0 else None
 
     def weights(self) -> Mapping[str, Tensor]:
-        return self.model.state_dict()
+        state: Mapping[str, Tensor] = self.model.state_dict()
+        return state
 
     def close(self) -> None:
         self._engine.destroy()
