@@ -32,9 +32,8 @@ class RunState:
     data: str | None = None  # fingerprint of the text; None: written by a version that had none
     guard: Mapping[str, Any] = field(default_factory=dict)  # which batches are skipped, and what the guard remembers
     tokens: Mapping[str, Any] = field(default_factory=dict)  # how many tokens the run has seen
-    loop: Mapping[str, str] | None = (
-        None  # of a loop of the user's own: `extra` and perhaps `scheduler`, as JSON; None: of a run
-    )
+    # Of a loop of the user's own: `extra` and perhaps `scheduler`, as JSON; None: of a run.
+    loop: Mapping[str, str] | None = None
 
 
 Tensors = dict[str, Tensor]

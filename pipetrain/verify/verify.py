@@ -45,10 +45,8 @@ from pipetrain.verify.beside_loop import (
 NUM_ROWS = 7  # over 3 microbatches: 3, 2 and 2 rows
 RANKS = ((1, 1), (2, 1), (3, 1), (4, 2))  # (all ranks, replicas)
 QUICK_RANKS = ((2, 1),)
-WITHIN, WITHIN_AFTER_STEPS = (
-    1e-6,
-    1e-5,
-)  # of several replicas: the norm of a difference over the norm of what it differs from
+# Of several replicas: the norm of a difference over the norm of what it differs from.
+WITHIN, WITHIN_AFTER_STEPS = 1e-6, 1e-5
 
 
 @dataclass(frozen=True)
