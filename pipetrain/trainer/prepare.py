@@ -122,9 +122,12 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
     _refuse_profile_without_layers(config)
     policy = _in_parts(config, plan.balance, size)
     spec = replace(_spec(config, plan.stage_ranks, policy), tied=tied)
-    if order is None and pipeline.schedule == AUTO:
+    if order is not None:
+        spec = replace(spec, order=order_of_csv(order, "the order of pipeline.schedule=auto", spec.shape))
+    elif pipeline.schedule == AUTO:
         found = _sought(spec, _costs(config, plan.num_stages, size.flops_per_layer)(plan.balance), config)
-    schedule = _schedule(spec, order) if found is None else found.schedule
+    schedule = make(spec) if found is None else found.schedule
+    check(schedule)
     check_calls(schedule, pipeline.on_call)
     return Run(plan, schedule, size, found, note)
 
@@ -386,14 +389,6 @@ def conditions_of(config: RunConfig) -> dict[str, Any]:
 def _sought(spec: ScheduleSpec, costs: Costs, config: RunConfig) -> FoundSchedule:
     """The best order for the costs; the user's cache holds the results of earlier searches."""
     return best_schedule(spec, costs, Effort(config.pipeline.search_seconds), user_cache("orders"), say)
-
-
-def _schedule(spec: ScheduleSpec, order: str | None = None) -> Schedule:
-    if order is not None:
-        spec = replace(spec, order=order_of_csv(order, "the order of pipeline.schedule=auto", spec.shape))
-    schedule = make(spec)
-    check(schedule)
-    return schedule
 
 
 def _refuse_profile_without_layers(config: RunConfig) -> None:
