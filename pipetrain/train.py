@@ -22,7 +22,7 @@ import torch.distributed as dist
 from pipetrain.comm.address import is_rank
 from pipetrain.comm.device import set_variables_of_gpus
 from pipetrain.comm.failure import PipelineError
-from pipetrain.comm.group import Group, join_group
+from pipetrain.comm.group import Group, join_group, made_by_first
 from pipetrain.comm.transport import PINNED
 from pipetrain.config.load import as_yaml, load_config, read
 from pipetrain.config.phases import Phase, naming_phase, phases_of
@@ -59,10 +59,10 @@ from pipetrain.schedule.families import AUTO
 from pipetrain.snapshot.session import Snapshots
 from pipetrain.snapshot.start import AUTO as AUTO_RESUME
 from pipetrain.snapshot.start import check_start
-from pipetrain.trainer.agree import agreed_folder, check_all_read_the_same, from_first
+from pipetrain.trainer.agree import agreed_folder, check_all_read_the_same
 from pipetrain.trainer.guard import Guard
 from pipetrain.trainer.prepare import PreparedPhase, foreseen_bytes, prepare_phases
-from pipetrain.trainer.steps import OverReplicas, PhaseSteps, Steps, TokensSeen, equal_work, phase_of
+from pipetrain.trainer.steps import PhaseSteps, Steps, TokensSeen, equal_work, phase_of
 
 gc.freeze()  # nor is any of them looked at later
 gc.enable()
@@ -71,9 +71,7 @@ gc.enable()
 def train(config: RunConfig) -> Outcome:
     """Trains as one of the ranks that torch.distributed knows, and leaves the run folder behind.
 
-    Raises:
-        ValueError: the configuration, the data or the number of ranks does not make a run.
-        PipelineError: a rank failed.
+    Raises ValueError: the configuration, the data or the number of ranks does not make a run; PipelineError: a rank failed.
     """
     # Replicas of so many stages need another number of ranks, perhaps: that is said before anybody waits for anybody.
     num_ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]) if is_rank() else 1
@@ -111,7 +109,7 @@ def train(config: RunConfig) -> Outcome:
         steps = _steps(config, phases, data, spec, folder, group, stack)
         signum = steps.run(lambda: group.largest(steps.request(stop.signum)), group.largest)
         steps.report(signum)
-        steps.finish(group)
+        steps.finish()
         group.largest(0)  # nobody leaves before everything is written
     run_dir = str(folder.path) if group.rank == 0 else None
     if not signum:
@@ -127,7 +125,7 @@ def _data(config: RunConfig, group: Group, plan: Plan) -> list[Data]:
     own, wait = config.model.path, config.timeout_seconds
     phases, data, told = phases_of(config), list[Data](), 0
     if config.data.name == PYTHON:
-        sizes = from_first(lambda: sizes_of(config.data), group)
+        sizes = made_by_first(lambda: sizes_of(config.data), group)
         check_length(config, (sizes[0], sizes[1]))
         stages = plan.stages_of(group.coordinates.stage)
         is_read = group.rank == 0 or not {0, plan.num_stages - 1}.isdisjoint(stages)
@@ -148,8 +146,7 @@ def _data(config: RunConfig, group: Group, plan: Plan) -> list[Data]:
 def _spec(config: RunConfig, data: Sequence[Data]) -> ModelSpec:
     """The model, with weights in the dtype that is trained.
 
-    Raises:
-        ValueError: it is none, or cannot take such samples; on every rank, before there is a run folder.
+    Raises ValueError: it is none, or cannot take such samples; on every rank, before there is a run folder.
     """
     model = replace(config.model, dtype=config.model.dtype or WEIGHTS_IN[config.precision])
     spec = make_spec(model, data[0].vocabulary_size, config.seed)
@@ -164,8 +161,7 @@ def _agreed_orders(config: RunConfig, group: Group) -> list[str | None]:
     """The orders of pipeline.schedule=auto, one per phase: rank 0 takes them from the run that it resumes, or searches. Empty for another
     schedule.
 
-    Raises:
-        ValueError: a search is impossible; on every rank.
+    Raises ValueError: a search is impossible; on every rank.
     """
     if config.pipeline.schedule != AUTO:
         return []
@@ -176,7 +172,7 @@ def _agreed_orders(config: RunConfig, group: Group) -> list[str | None]:
             return known
         return [write_csv(phase.run.schedule) for phase in prepare_phases(config, group.size, known)]
 
-    return from_first(orders, group)
+    return made_by_first(orders, group)
 
 
 def _order_before(config: RunConfig, phase: Phase) -> str | None:
@@ -220,8 +216,8 @@ def _steps(
     stack: ExitStack,
 ) -> Steps:
     """All that the steps need, in the state of the snapshot from which the run starts; `stack` closes it."""
-    at, plan = group.coordinates, phases[0].run.plan
-    snapshots = Snapshots(config, plan, folder.path, group, data=data[0].fingerprint, replica=at.replica)
+    plan = phases[0].run.plan
+    snapshots = Snapshots(config, plan, folder.path, group, data=data[0].fingerprint)
     first = snapshots.first_step
     of_steps = {"num_steps": config.num_steps, "first_step": first}
     recorder = Recorder(folder, group.rank, config.observe, keep=measured_steps(first), **of_steps)
@@ -229,7 +225,7 @@ def _steps(
     planned = ((phase.run.plan, phase.run.schedule) for phase in phases)
     recorder.start(as_yaml(config), asdict(config), *planned, kinds=phases[0].run.size.kinds or ())
     ranks = rank_places(plan, group.grid)
-    of_phases = _phase_steps(config, phases, data, group, ranks, folder)
+    of_phases = _phase_steps(config, phases, data, ranks, folder)
     now = phase_of(of_phases, first)
     engine = make_engine(config, spec, now.plan, now.schedule, device=group.device, on_event=recorder.on_event)
     stack.enter_context(closing(engine))
@@ -247,7 +243,7 @@ def _steps(
         seen=seen,
         ranks=ranks,
         folder=folder,
-        replicas=OverReplicas.of(plan, at, group.replicas, config.parallel.check_every_steps),
+        group=group,
     )
 
 
@@ -255,7 +251,6 @@ def _phase_steps(
     config: RunConfig,
     phases: Sequence[PreparedPhase],
     data: Sequence[Data],
-    group: Group,
     ranks: tuple[RankPlace, ...],
     folder: RunFolder,
 ) -> tuple[PhaseSteps, ...]:
@@ -270,8 +265,7 @@ def _phase_steps(
             plan=phase.run.plan,
             schedule=phase.run.schedule,
             heldout=own.heldout,
-            share=OverReplicas.of(phase.run.plan, group.coordinates, group.replicas, None).share,
-            mfu_of_a_token_per_second=_mfu_of_a_token_per_second(phase.config, own.vocabulary_size, group.size),
+            mfu_of_a_token_per_second=_mfu_of_a_token_per_second(phase.config, own.vocabulary_size, len(ranks)),
             watch=StragglerWatch(equal_work(phase.run.plan, phase.run.size), ranks),
             foreseen_bytes=foreseen_bytes(phase.config, phase.run, folder.layers),
         )

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -161,6 +161,20 @@ class Group:
             return None
         group: ProcessGroup = self.mesh.get_group("replica")
         return group
+
+
+def made_by_first(make: Callable[[], _T], group: Group) -> _T:
+    """Return on every rank what `make` returns on rank 0, which JSON knows. Collective. Raises ValueError, on every rank: `make` did."""
+    made, problem = None, ""
+    if group.rank == 0:
+        try:
+            made = make()
+        except ValueError as error:
+            problem = str(error)
+    made, problem = group.from_first((made, problem))
+    if problem:
+        raise ValueError(problem)
+    return made  # type: ignore[return-value]
 
 
 def join_group(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 
 from pipetrain.config.problem import ConfigError, shown
@@ -55,59 +55,54 @@ _TAKEN: dict[str, tuple[tuple[object, ...], str]] = {
 def check_engine(config: RunConfig, num_replicas: int | None = None, tied: Sequence[tuple[int, int]] = ()) -> None:
     """Whether the engine can do what the keys say; `tied` are pairs of stages that share a parameter, where they are known.
 
-    Raises:
-        ConfigError: it cannot.
+    Raises ConfigError: it cannot.
     """
     given = config.parallel.num_replicas
     num_replicas = num_replicas or (given if isinstance(given, int) else 1)
-    refused: Iterable[str] = ()  # by an engine of the user's own: nothing that is known here
-    if config.engine.name in (NATIVE, DEEPSPEED):
-        is_native = config.engine.name == NATIVE
-        refused = _refused_by_native(config) if is_native else _refused_by_deepspeed(config, num_replicas, tied)
-    for problem in refused:
-        raise ConfigError(problem)
+    if config.engine.name == NATIVE:
+        _check_native(config)
+    if config.engine.name == DEEPSPEED:  # what an engine of the user's own refuses is not known here
+        _check_deepspeed(config, num_replicas, tied)
 
 
-def _refused_by_native(config: RunConfig) -> Iterator[str]:
+def _check_native(config: RunConfig) -> None:
     optim, parallel = config.optim, config.parallel
     if config.precision == "bf16-true" and optim.masters == "off" and optim.name != ADAMW:
-        yield (
+        raise ConfigError(
             f"optim.masters=off: optim={optim.name} updates float32 alone; use optim.masters=auto, or optim=adamw, which updates bfloat16 "
             "weights in place"
         )
     if parallel.zero_stage > 1:
-        yield (
+        raise ConfigError(
             f"parallel.zero_stage={parallel.zero_stage}: not supported by engine=native, which shards optimizer state alone; use parallel.zero_stage=1"
         )
     if parallel.zero_stage and parallel.num_replicas == 1:
-        yield (
+        raise ConfigError(
             f"parallel.zero_stage={parallel.zero_stage} with parallel.num_replicas=1: there is no other replica to hold a share of the optimizer "
             "state; use parallel.zero_stage=0, or more replicas, as in parallel.num_replicas=2"
         )
 
 
-def _refused_by_deepspeed(config: RunConfig, num_replicas: int, tied: Sequence[tuple[int, int]]) -> Iterator[str]:
+def _check_deepspeed(config: RunConfig, num_replicas: int, tied: Sequence[tuple[int, int]]) -> None:
     for key, (taken, instead) in _TAKEN.items():
         if (value := attrgetter(key)(config)) not in taken:
-            yield f"{key}={shown(value)}: not supported by engine=deepspeed, which {instead}"
+            raise ConfigError(f"{key}={shown(value)}: not supported by engine=deepspeed, which {instead}")
     num_microbatches = config.pipeline.num_microbatches
     if config.data.global_batch_size % (num_replicas * num_microbatches):
         replicas = f"parallel.num_replicas={num_replicas} x " if num_replicas > 1 else ""
-        yield (
+        raise ConfigError(
             f"data.global_batch_size={config.data.global_batch_size}: not supported by engine=deepspeed, which wants microbatches of equal size; use a "
             f"multiple of {replicas}pipeline.num_microbatches={num_microbatches}"
         )
     for low, high in tied:
-        yield (
+        raise ConfigError(
             f"engine=deepspeed: stages {low} and {high} share a parameter, whose gradients it does not add up; use engine=native, or a "
             "pipeline.balance that puts both its layers on one stage"
         )
 
 
 def check_available(config: RunConfig) -> None:
-    """Raises:
-    ConfigError: DeepSpeed or a compiler is missing, or the user's own engine or `pipeline.on_call` cannot be imported.
-    """
+    """Raises ConfigError: DeepSpeed or a compiler is missing, or the user's own engine or `pipeline.on_call` cannot be imported."""
     if config.engine.name not in (NATIVE, DEEPSPEED):
         load_extension("engine.name", config.engine.name, ENGINES)
     if config.pipeline.on_call is not None:

@@ -57,20 +57,16 @@ class Engine(Protocol):
     @property
     def model(self) -> Model:
         """This rank's part of the model, under the whole model's names."""
-        ...
 
     @property
     def optimizer(self) -> Optimizer:
         """What updates it."""
-        ...
 
     def start_at(self, step: int) -> None:
         """The next step is number `step` (from 1): a run goes on."""
-        ...
 
     def change(self, plan: Plan, schedule: Schedule) -> None:
         """The next steps are run by these: another phase of the run begins, with every layer where it is."""
-        ...
 
     def step(self, step: int, batch: Batch, accepts: Accepts) -> StepResult:
         """Forward, backward and, if that is accepted, optimizer step number `step` (from 1).
@@ -78,35 +74,27 @@ class Engine(Protocol):
         `batch` has this replica's rows: what `torch.tensor_split` of a whole batch into replicas x microbatches gives it. The result is
         that of the whole batch, on every rank; `accepts` is asked about it by all.
         """
-        ...
 
     def diagnose(self, batch: Batch) -> Diagnosis | None:
         """Repeats the last step, which was refused, on its batch, to see where it goes wrong; None: it cannot tell."""
-        ...
 
     def evaluate(self, batches: Iterable[Batch]) -> float | None:
         """The mean loss over `batches`, which are whole, in nats per token, each token counted once; None where there are none."""
-        ...
 
     def check_replicas(self) -> None:
         """Compares the weights of the replicas, which are to be the same. Collective.
 
-        Raises:
-            PipelineError: they are not; with the ranks that differ.
+        Raises PipelineError: they are not; with the ranks that differ.
         """
-        ...
 
     def gather_report(self) -> StepFigures | None:
         """What the last step did on all ranks; on rank 0."""
-        ...
 
     def weights(self) -> Mapping[str, Tensor]:
         """This rank's tensors of the model, under the whole model's names."""
-        ...
 
     def close(self) -> None:
         """Gives back what the engine holds."""
-        ...
 
 
 class NativeEngine:
@@ -131,7 +119,7 @@ class NativeEngine:
         self._config = config
         self._device = device
         self._precision = precision
-        self._pipeline = Pipeline(
+        self.model = Pipeline(
             spec,
             plan=plan,
             schedule=schedule,
@@ -142,35 +130,27 @@ class NativeEngine:
             on_event=on_event,
             on_call=None if handler is None else load_extension("pipeline.on_call", handler, OP_HANDLERS),
         )
-        inject(self._pipeline, faults_of_environment())
-        replicas = self._pipeline.replica_process_group() if config.parallel.zero_stage else None
-        self._optimizer = make_optimizer(
-            config.optim, self._pipeline.parameters(), replicas, _adamw_of(config.optim, device)
+        inject(self.model, faults_of_environment())
+        replicas = self.model.replica_process_group() if config.parallel.zero_stage else None
+        self.optimizer: Updates = make_optimizer(
+            config.optim, self.model.parameters(), replicas, _adamw_of(config.optim, device)
         )
 
-    @property
-    def model(self) -> Pipeline:
-        return self._pipeline
-
-    @property
-    def optimizer(self) -> Updates:
-        return self._optimizer
-
     def start_at(self, step: int) -> None:
-        self._pipeline.step_index = step - 1
+        self.model.step_index = step - 1
 
     def change(self, plan: Plan, schedule: Schedule) -> None:
-        self._pipeline.change(num_microbatches=plan.num_microbatches, schedule=schedule)
+        self.model.change(num_microbatches=plan.num_microbatches, schedule=schedule)
 
     def step(self, step: int, batch: Batch, accepts: Accepts) -> StepResult:
         rate = learning_rate(self._config.optim, step, self._config.num_steps)
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["lr"] = rate
         loss, norm = self._backward(batch)
         is_accepted = accepts(step, loss, norm)
         if is_accepted:
-            self._optimizer.step()
-        self._optimizer.zero_grad()
+            self.optimizer.step()
+        self.optimizer.zero_grad()
         return StepResult(loss, rate, norm, is_accepted)
 
     def _backward(self, batch: Batch) -> tuple[float, float | None]:
@@ -178,15 +158,15 @@ class NativeEngine:
         clip_norm = self._config.optim.max_grad_norm
         try:
             with self._precision.context(self._device):
-                loss = self._pipeline.step(batch.inputs, batch.targets)
+                loss = self.model.step(batch.inputs, batch.targets)
         except LossNotFinite as error:
             return error.loss, None
-        norm = self._pipeline.clip_grad_norm_(math.inf if clip_norm is None else clip_norm)
+        norm = self.model.clip_grad_norm_(math.inf if clip_norm is None else clip_norm)
         return float(loss), float(norm)
 
     def diagnose(self, batch: Batch) -> Diagnosis:
         with self._precision.context(self._device):
-            return self._pipeline.find_not_finite(batch.inputs, batch.targets)
+            return self.model.find_not_finite(batch.inputs, batch.targets)
 
     def evaluate(self, batches: Iterable[Batch]) -> float | None:
         total = num_counted = 0.0
@@ -195,25 +175,25 @@ class NativeEngine:
             count = 0 if batch.targets is None else self._spec.count(batch.targets)
             # of fewer rows than replicas each evaluates all: the mean over what all of them counted is the same
             rows = num_rows(batch, "a batch")
-            own = batch if rows is None or rows < self._pipeline.num_replicas else self._pipeline.own_rows(batch)
+            own = batch if rows is None or rows < self.model.num_replicas else self.model.own_rows(batch)
             with self._precision.context(self._device):
-                loss = self._pipeline.evaluate(*own)
+                loss = self.model.evaluate(*own)
             total += float(loss) * count if count else 0.0
             num_counted += count
         return total / num_counted if num_counted else None
 
     def check_replicas(self) -> None:
-        self._pipeline.check_replicas()
+        self.model.check_replicas()
 
     def gather_report(self) -> StepFigures | None:
-        report = self._pipeline.gather_report()
+        report = self.model.gather_report()
         return None if report is None else StepFigures(report.step_seconds, report.peak_memory_bytes, report)
 
     def weights(self) -> Mapping[str, Tensor]:
-        return self._pipeline.state_dict()
+        return self.model.state_dict()
 
     def close(self) -> None:
-        self._pipeline.close()
+        self.model.close()
 
 
 def _adamw_of(config: OptimConfig, device: torch.device) -> MakeAdamW | None:
@@ -242,8 +222,7 @@ def make_engine(
 
     DeepSpeed's tells of no ops, so `on_event` hears nothing from it, and takes the policy of the schedule, not its order.
 
-    Raises:
-        ValueError: a model without a loss, or one that the engine cannot cut so.
+    Raises ValueError: a model without a loss, or one that the engine cannot cut so.
     """
     if spec.loss_fn is None:
         raise ValueError("a model without a loss cannot be trained: its ModelSpec needs a loss_fn")

@@ -230,8 +230,7 @@ class ShardedOptimizer(ByWeight):
         make: the optimizer of the groups of a share, of which some may be empty.
         replicas: the ranks that have these parameters.
 
-    Raises:
-        ValueError: parameters of several dtypes.
+    Raises ValueError: parameters of several dtypes.
     """
 
     def __init__(self, groups: Groups, make: Callable[[Groups], Any], replicas: dist.ProcessGroup) -> None:
@@ -284,7 +283,7 @@ class ShardedOptimizer(ByWeight):
         """Takes options, and of the states those of this rank's share, whoever held them when they were saved."""
         of_weight = {weight: state_dict["state"].get(number) for number, weight in enumerate(self.weights())}
         for group, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in given.items() if key != "params"})
+            group.update(_options_of(given))
         optimizer: Any = self._zero.optim
         share = (weight for group in optimizer.param_groups for weight in group["params"])
         states = {number: state for number, weight in enumerate(share) if (state := of_weight[weight]) is not None}

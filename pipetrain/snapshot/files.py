@@ -96,14 +96,9 @@ def _remove(snapshot: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def create_file(path: Path) -> int:
-    """A descriptor for a new file that others cannot write."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
-
-
 def write_durable_json(path: Path, value: Mapping[str, Any]) -> None:
-    """A new file with `value`, on the disk when this returns."""
-    with os.fdopen(create_file(path), "wb") as file:
+    """A new file with `value`, which others cannot write; on the disk when this returns."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE), "wb") as file:
         file.write(canonical_json(value))
         file.flush()
         os.fsync(file.fileno())

@@ -87,7 +87,14 @@ def read_manifest(folder: Path) -> Manifest:
         raise SnapshotDamaged(
             f"{path} has format_version {document.get('format_version')}, this version reads {FORMAT_VERSION}"
         )
-    return _from_document(path, document)
+    try:
+        manifest: Manifest = fitted(Manifest, {key: document.get(key) for key in ("step", "files")})
+    except ValueError as error:
+        raise SnapshotDamaged(f"{path} is no manifest ({error})") from error
+    for file in manifest.files:
+        _check_inside(folder, file.path)
+    _check_complete(path, manifest)
+    return manifest
 
 
 def record_of(folder: Path, path: str) -> FileRecord:
@@ -98,17 +105,6 @@ def record_of(folder: Path, path: str) -> FileRecord:
             return FileRecord(path, file.tell(), digest)
     except OSError as error:
         raise SnapshotDamaged(f"{folder / path} cannot be read ({error.strerror})") from error
-
-
-def _from_document(path: Path, document: dict[str, Any]) -> Manifest:
-    try:
-        manifest: Manifest = fitted(Manifest, {key: document.get(key) for key in ("step", "files")})
-    except ValueError as error:
-        raise SnapshotDamaged(f"{path} is no manifest ({error})") from error
-    for file in manifest.files:
-        _check_inside(path.parent, file.path)
-    _check_complete(path, manifest)
-    return manifest
 
 
 def _check_complete(path: Path, manifest: Manifest) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +16,6 @@ from pipetrain.config.read_files import parse_json
 from pipetrain.config.terminal import say
 from pipetrain.models.trained import Beside, Model, Optimizer
 from pipetrain.plan.plan import Plan
-from pipetrain.snapshot.reader import Snapshot
 from pipetrain.snapshot.saver import Saver
 from pipetrain.snapshot.session import agreed, as_dict
 from pipetrain.snapshot.start import look_for
@@ -80,7 +78,15 @@ def save(
         pipeline, optimizer, ranks.device, replica=ranks.coordinates.replica, num_replicas=plan.num_replicas
     )
     tensors[Part.OPTIONS] = options_of(pipeline, optimizer)
-    _saves_of(pipeline).save(Path(folder).absolute(), state, tensors, keep_last, optimizer)
+    saves = next((one for one in pipeline.beside if isinstance(one, Saves)), None)
+    if saves is None:
+        saves = Saves(ranks)
+        pipeline.beside.append(saves)
+    saver = saves.saver_of(Path(folder).absolute())
+    saver.wait()  # the save before keeps as many as it was told
+    saver.keep_last = keep_last
+    saver.save(state, tensors)
+    saves.hold_back(optimizer)
 
 
 def load(
@@ -106,7 +112,9 @@ def load(
     if snapshot is None:
         return None
     loop = snapshot.state.loop or {}
-    _check_scheduler(snapshot, loop, scheduler)
+    if (scheduler is None) != ("scheduler" not in loop):
+        had, now = ("no", "without it") if scheduler is not None else ("a", "with scheduler=...")
+        raise ValueError(f"{snapshot.folder} was saved with {had} scheduler: call load {now}")
     snapshot.restore(pipeline, optimizer, ranks.rank, ranks.device)
     restore_options(pipeline, optimizer, snapshot.tensors(Part.OPTIONS))
     if scheduler is not None:
@@ -126,24 +134,17 @@ class Saves:
         self._savers: dict[Path, Saver] = {}
         self._waiting: list[Optimizer] = []  # optimizers whose steps wait
 
-    def save(
-        self,
-        folder: Path,
-        state: RunState,
-        tensors: Mapping[Part, Mapping[str, Any]],
-        keep_last: int | None,
-        optimizer: Optimizer,
-    ) -> None:
-        saver = self._savers.get(folder)
-        if saver is None:
-            saver = Saver(folder, rank=self._ranks.rank, agree=self._ranks.largest, keep_last=keep_last, say=say)
-            self._savers[folder] = saver
-        saver.wait()  # the save before keeps as many as it was told
-        saver.keep_last = keep_last
-        saver.save(state, tensors)
+    def saver_of(self, folder: Path) -> Saver:
+        if folder not in self._savers:
+            ranks = self._ranks
+            self._savers[folder] = Saver(folder, rank=ranks.rank, agree=ranks.largest, keep_last=None, say=say)
+        return self._savers[folder]
+
+    def hold_back(self, optimizer: Optimizer) -> None:
+        """The steps of `optimizer` wait for copies from now on. Where it has no hooks, this waits for them."""
         before_step = getattr(optimizer, "register_step_pre_hook", None)
         if before_step is None:
-            saver.before_update()
+            self._before_update()
         elif not any(one is optimizer for one in self._waiting):
             before_step(self._before_update)
             self._waiting.append(optimizer)
@@ -159,22 +160,6 @@ class Saves:
     def wait(self) -> None:
         for saver in self._savers.values():
             saver.wait()
-
-
-def _saves_of(pipeline: Trained) -> Saves:
-    for one in pipeline.beside:
-        if isinstance(one, Saves):
-            return one
-    saves = Saves(pipeline.ranks)
-    pipeline.beside.append(saves)
-    return saves
-
-
-def _check_scheduler(snapshot: Snapshot, loop: Mapping[str, str], scheduler: Scheduler | None) -> None:
-    """Raises ValueError: one was saved and none is given, or the other way round."""
-    if (scheduler is None) != ("scheduler" not in loop):
-        had, now = ("no", "without it") if scheduler is not None else ("a", "with scheduler=...")
-        raise ValueError(f"{snapshot.folder} was saved with {had} scheduler: call load {now}")
 
 
 def _as_lists(state: Any) -> Any:

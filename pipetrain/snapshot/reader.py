@@ -31,7 +31,11 @@ class Snapshot:
     def __init__(self, folder: Path, *, checked: bool = False) -> None:
         self.folder = folder
         self._manifest = read_manifest(folder) if checked else check_whole(folder)
-        self.state = _read_state(folder / STATE)
+        try:
+            state = read_record(RunState, folder / STATE, OLDER)
+            self.state = replace(state, config=current_values(state.config))
+        except ValueError as error:
+            raise SnapshotDamaged(str(error)) from error
         for what in ("step", "num_ranks"):
             if (there := getattr(self.state, what)) != (listed := getattr(self._manifest, what)):
                 raise SnapshotDamaged(f"{folder}: {STATE} has {what}={there}, the manifest {listed}")
@@ -74,11 +78,3 @@ def taken_from(folder: Path, *also: type[Exception]) -> Iterator[None]:
     except kinds as error:
         what = f"{type(error).__name__}: {error}"
         raise SnapshotDamaged(f"{folder / STATE} holds no state of a run ({what}); {OLDER}") from error
-
-
-def _read_state(path: Path) -> RunState:
-    try:
-        state = read_record(RunState, path, OLDER)
-        return replace(state, config=current_values(state.config))
-    except ValueError as error:
-        raise SnapshotDamaged(str(error)) from error

@@ -8,7 +8,7 @@ Weights and optimizer state stay as they are until the next optimizer step, so t
 Ranks agree in `save` and `poll` only, on the main thread, so a save needs no communication of its own. Nothing that
 goes wrong here ends the training: the error is shown, and the older snapshots are not touched.
 
-Tensors are copied to host memory first (`Image`), so that training may change them, then written as a safetensors file.
+Tensors are copied to host memory first, so that training may change them, then written as a safetensors file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -36,56 +35,11 @@ from pipetrain.comm.device import Device, Stream, device_of
 from pipetrain.snapshot import files as folders
 from pipetrain.snapshot.files import ALWAYS, FILE_MODE, STATE, Part, rank_path
 from pipetrain.snapshot.manifest import FileRecord, record_of, write_manifest
-from pipetrain.snapshot.state import RunState
+from pipetrain.snapshot.state import RunState, Tensors
 
 Agree = Callable[[int], int]  # collective: the largest number that any rank gave
 _LONGEST_PAUSE = 8  # polls
 _LONG_AFTER = 32  # polls after all is written, when a snapshot has long had its name
-
-
-class Image:
-    """Copies of tensors in host memory, which serves again for tensors of the same names, dtypes and shapes.
-
-    Args:
-        pinned: whether copies from a GPU are to arrive without a stop on the way.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor], *, pinned: bool = False) -> None:
-        self._copies = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned) for name, tensor in tensors.items()
-        }
-
-    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether `copy` can take them."""
-        return self._copies.keys() == tensors.keys() and all(
-            (copy.shape, copy.dtype) == (tensors[name].shape, tensors[name].dtype)
-            for name, copy in self._copies.items()
-        )
-
-    def copy(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors of any device; those of a GPU have arrived when the current stream has done what it was given."""
-        for name, copy in self._copies.items():
-            copy.copy_(tensors[name].detach(), non_blocking=True)
-
-    def write(self, folder: Path, path: str) -> FileRecord:
-        """A new file, on the disk when this returns. Raises OSError: it cannot be written; ValueError: a dtype that the format has not."""
-        try:
-            save_file(self._copies, folder / path)
-        except KeyError as error:  # of a dtype that the format has not
-            (dtype,) = error.args
-            name = next(name for name, copy in self._copies.items() if copy.dtype == dtype)
-            raise ValueError(f"{name} has dtype {dtype}, which a snapshot cannot hold") from error
-        except SafetensorError as error:
-            found = re.search(r"os error (\d+)", str(error))
-            code = int(found[1]) if found else errno.EIO
-            raise OSError(code, os.strerror(code) if found else str(error)) from error
-        (folder / path).chmod(FILE_MODE)
-        # The disk is waited for while the checksum is made, which reads what is still in memory.
-        with (folder / path).open("rb") as file, ThreadPoolExecutor(1, "sync") as thread:
-            synced = thread.submit(os.fsync, file.fileno())
-            record = record_of(folder, path)
-            synced.result()
-        return record
 
 
 class _Progress(IntEnum):
@@ -156,8 +110,8 @@ class Saver:
         self._keep_multiples_of = keep_multiples_of
         self._say = say
         self._run = run
-        self._images: dict[Part, Image] = {}
-        self._streams: dict[torch.device, tuple[Device, Stream]] = {}  # for copies, one for each device; torch has few
+        self._images: dict[Part, Tensors] = {}
+        self._stream: tuple[Device, Stream] | None = None  # for all copies: torch has few
         self._save: _Save | None = None
         self._first_agreement = 1  # in this poll of a save: about when the one before was written
         if rank == 0:
@@ -174,11 +128,11 @@ class Saver:
             return
         draft = folders.draft_path(self._folder, state.step, token)
         versions = _versions(tensors)
-        copied, streams = threading.Event(), self._copy_streams(tensors)
+        copied, (device, stream) = threading.Event(), self._copy_stream(tensors)
 
         def write() -> None:
             try:
-                self._copy(tensors, streams)
+                self._copy(tensors, device, stream)
                 _check_unchanged(versions, _versions(tensors))
             finally:
                 copied.set()
@@ -238,25 +192,20 @@ class Saver:
             self._save.job.exception()  # it waits
             self._advance(self._save)
 
-    def _copy(self, tensors: Mapping[Part, Mapping[str, Tensor]], streams: list[tuple[Device, Stream]]) -> None:
-        with ExitStack() as stack:
-            for device, stream in streams:
-                stack.enter_context(device.on(stream))
+    def _copy(self, tensors: Mapping[Part, Mapping[str, Tensor]], device: Device, stream: Stream) -> None:
+        with device.on(stream):
             self._images = {part: _image(mapping, self._images.get(part)) for part, mapping in tensors.items()}
-        for device, stream in streams:
-            device.finish(stream)
+        device.finish(stream)
 
-    def _copy_streams(self, tensors: Mapping[Part, Mapping[str, Tensor]]) -> list[tuple[Device, Stream]]:
-        """One for each device that holds some of `tensors`, which begins when the work before it has made them."""
-        found = []
-        for one in {tensor.device for mapping in tensors.values() for tensor in mapping.values()}:
-            if one not in self._streams:
-                device = device_of(one)
-                self._streams[one] = device, device.stream()
-            device, stream = self._streams[one]
-            device.follow(stream, device.current())
-            found.append((device, stream))
-        return found
+    def _copy_stream(self, tensors: Mapping[Part, Mapping[str, Tensor]]) -> tuple[Device, Stream]:
+        """A stream of the GPU that holds some of `tensors`, else of the CPU; it begins when the work before it has made them."""
+        if self._stream is None:
+            gpus = (tensor.device for mapping in tensors.values() for tensor in mapping.values() if tensor.is_cuda)
+            device = device_of(next(gpus, torch.device("cpu")))
+            self._stream = device, device.stream()
+        device, stream = self._stream
+        device.follow(stream, device.current())
+        return device, stream
 
     def _open_draft(self, step: int, parts: Iterable[Part]) -> int:
         """Rank 0 makes the folder; returns its token, or 0 where it cannot be made."""
@@ -292,17 +241,42 @@ def _check_unchanged(before: list[tuple[str, int]], after: list[tuple[str, int]]
             raise ValueError(f"{name} changed while it was copied; only an optimizer step may change it, which waits")
 
 
-def _image(tensors: Mapping[str, Tensor], before: Image | None) -> Image:
-    """A copy in host memory, in that of the save before where it fits: fresh memory costs more than the copy."""
-    if before is None or not before.fits(tensors):
-        before = Image(tensors, pinned=any(tensor.is_cuda for tensor in tensors.values()))
-    before.copy(tensors)
+def _image(tensors: Mapping[str, Tensor], before: Tensors | None) -> Tensors:
+    """Copies in host memory, in that of the save before where it fits: fresh memory costs more than the copy. Those of a GPU, in pinned
+    memory, have arrived when the current stream has done what it was given."""
+    forms = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    if before is None or {name: (copy.shape, copy.dtype) for name, copy in before.items()} != forms:
+        pinned = any(tensor.is_cuda for tensor in tensors.values())
+        before = {name: torch.empty(shape, dtype=dtype, pin_memory=pinned) for name, (shape, dtype) in forms.items()}
+    for name, copy in before.items():
+        copy.copy_(tensors[name].detach(), non_blocking=True)
     return before
 
 
-def _write_files(draft: Path, rank: int, images: Mapping[Part, Image]) -> None:
+def write_tensors(tensors: Tensors, folder: Path, path: str) -> FileRecord:
+    """A new file, on the disk when this returns. Raises OSError: it cannot be written; ValueError: a dtype that the format has not."""
+    try:
+        save_file(tensors, folder / path)
+    except KeyError as error:  # of a dtype that the format has not
+        (dtype,) = error.args
+        name = next(name for name, tensor in tensors.items() if tensor.dtype == dtype)
+        raise ValueError(f"{name} has dtype {dtype}, which a snapshot cannot hold") from error
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        code = int(found[1]) if found else errno.EIO
+        raise OSError(code, os.strerror(code) if found else str(error)) from error
+    (folder / path).chmod(FILE_MODE)
+    # The disk is waited for while the checksum is made, which reads what is still in memory.
+    with (folder / path).open("rb") as file, ThreadPoolExecutor(1, "sync") as thread:
+        synced = thread.submit(os.fsync, file.fileno())
+        record = record_of(folder, path)
+        synced.result()
+    return record
+
+
+def _write_files(draft: Path, rank: int, images: Mapping[Part, Tensors]) -> None:
     """One rank's files, and last a list of them for rank 0."""
-    records = [image.write(draft, rank_path(part, rank)) for part, image in images.items()]
+    records = [write_tensors(image, draft, rank_path(part, rank)) for part, image in images.items()]
     folders.write_durable_json(_list_of(draft, rank), {"files": [asdict(record) for record in records]})
 
 

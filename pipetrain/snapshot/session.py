@@ -9,14 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
+from pipetrain.comm.group import Group, made_by_first
 from pipetrain.config.records import RunConfig
 from pipetrain.config.terminal import say
 from pipetrain.models.spec import TensorMapping, unchanged
 from pipetrain.models.trained import Model, Optimizer
-from pipetrain.models.weights import WEIGHTS_AT_END, Together, has_weights, read_weights, tensors_in
+from pipetrain.models.weights import WEIGHTS_AT_END, has_weights, read_weights, tensors_in
 from pipetrain.plan.plan import Plan
 from pipetrain.snapshot.files import path_of
 from pipetrain.snapshot.reader import Snapshot, taken_from
@@ -33,14 +33,6 @@ from pipetrain.snapshot.start import (
 from pipetrain.snapshot.state import Part, RunState, tensors_of
 
 
-class Ranks(Together, Protocol):
-    """This rank among the others, and how they agree."""
-
-    device: torch.device
-
-    def from_first(self, value: str) -> str: ...
-
-
 class Carried(Protocol):
     """What else a run carries from step to step, the same on every rank; its state is what JSON can say."""
 
@@ -49,34 +41,31 @@ class Carried(Protocol):
 
 
 class Snapshots:
-    """Every rank has one and calls the same methods. `data` is the fingerprint of the text; `replica`, which of `plan` this rank is in;
-    `clock`, in seconds.
+    """Every rank has one and calls the same methods. `data` is the fingerprint of the text; `clock` is in seconds.
 
     Raises ValueError: what `resume` or `init_from` names cannot be used; the same on every rank.
     """
+
+    _model: Model  # as the two below given by `attach`
+    _optimizer: Optimizer
+    _carried: tuple[Carried | None, Carried | None]  # the guard, and the count of tokens
 
     def __init__(
         self,
         config: RunConfig,
         plan: Plan,
         run_dir: Path,
-        ranks: Ranks,
+        ranks: Group,
         *,
         data: str | None = None,
-        replica: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._clock = clock
         self._saved_at = clock()
-        self._replica = replica
         self._plan = plan
         self._ranks = ranks
         self._data = data
-        self._guard: Carried | None = None
-        self._tokens: Carried | None = None
-        self._model: Model | None = None
-        self._optimizer: Optimizer | None = None
         self._folder = run_dir / SNAPSHOTS
         every, keep_every = config.snapshot.every_steps, config.snapshot.keep_every
         self._saver = Saver(
@@ -104,10 +93,10 @@ class Snapshots:
 
         `from_file` makes the model's tensors of those in a file of weights (`ModelSpec.from_file`).
         """
-        self._model, self._optimizer, self._guard, self._tokens = model, optimizer, guard, tokens
+        self._model, self._optimizer, self._carried = model, optimizer, (guard, tokens)
         if self._start is not None:
             self._start.restore(model, optimizer, self._ranks.rank, self._ranks.device)
-            for carried, state in ((guard, self._start.state.guard), (tokens, self._start.state.tokens)):
+            for carried, state in zip(self._carried, (self._start.state.guard, self._start.state.tokens)):
                 if carried is not None:
                     with taken_from(self._start.folder, ValueError):
                         carried.load_state_dict(state)
@@ -129,18 +118,11 @@ class Snapshots:
         self._saver.poll()
         if self.is_due(step, asked=stopping or by_clock):
             self._saved_at = self._clock()
-            assert self._model is not None
-            assert self._optimizer is not None
-            guard, tokens = ({} if one is None else one.state_dict() for one in (self._guard, self._tokens))
-            config, plan = as_dict(self._config), as_dict(self._plan)
-            state = RunState(step, self._ranks.size, config, plan, self._data, guard, tokens)
-            tensors = tensors_of(
-                self._model,
-                self._optimizer,
-                self._ranks.device,
-                replica=self._replica,
-                num_replicas=self._plan.num_replicas,
-            )
+            guard, tokens = ({} if one is None else one.state_dict() for one in self._carried)
+            config, plan, ranks = as_dict(self._config), as_dict(self._plan), self._ranks
+            state = RunState(step, ranks.size, config, plan, self._data, guard, tokens)
+            at, of = ranks.coordinates.replica, self._plan.num_replicas
+            tensors = tensors_of(self._model, self._optimizer, ranks.device, replica=at, num_replicas=of)
             self._saver.save(state, tensors)
         if stopping:
             self._saver.wait()
@@ -154,8 +136,6 @@ class Snapshots:
 
         That is the one it started from where it has none of its own; None: there is none at all.
         """
-        assert self._model is not None
-        assert self._optimizer is not None
         self._saver.wait()
 
         def look_for_newest() -> Path | None:
@@ -193,22 +173,13 @@ class Snapshots:
         return path
 
 
-def agreed(ranks: Ranks, look: Callable[[], Path | None]) -> Snapshot | None:
+def agreed(ranks: Group, look: Callable[[], Path | None]) -> Snapshot | None:
     """Rank 0 looks for a snapshot and checks every byte; the others are told what it found. Collective.
 
     Raises ValueError: what it raises, on every rank.
     """
-    found, problem = "", ""
-    if ranks.rank == 0:
-        try:
-            path = look()
-            found = "" if path is None else str(path.resolve())
-        except ValueError as error:
-            problem = str(error)
-    found, problem = json.loads(ranks.from_first(json.dumps([found, problem])))
-    if problem:
-        raise ValueError(problem)
-    return Snapshot(Path(found), checked=True) if found else None
+    found = made_by_first(lambda: None if (path := look()) is None else str(path.resolve()), ranks)
+    return None if found is None else Snapshot(Path(found), checked=True)
 
 
 def _initialize(model: Model, path: Path, from_file: TensorMapping) -> None:

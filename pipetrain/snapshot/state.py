@@ -32,9 +32,8 @@ class RunState:
     data: str | None = None  # fingerprint of the text; None: written by a version that had none
     guard: Mapping[str, Any] = field(default_factory=dict)  # which batches are skipped, and what the guard remembers
     tokens: Mapping[str, Any] = field(default_factory=dict)  # how many tokens the run has seen
-    loop: Mapping[str, str] | None = (
-        None  # of a loop of the user's own: `extra` and perhaps `scheduler`, as JSON; None: of a run
-    )
+    # Of a loop of the user's own: `extra` and perhaps `scheduler`, as JSON; None: of a run.
+    loop: Mapping[str, str] | None = None
 
 
 Tensors = dict[str, Tensor]
@@ -53,7 +52,9 @@ def tensors_of(
     weights, buffers = Tensors(), Tensors()
     for name, value in _only_tensors(model.state_dict()):
         (weights if value.untyped_storage()._cdata in parameters else buffers)[name] = value
-    state = _optimizer_tensors(model, optimizer)
+    states = optimizer.state
+    values = {f"{n}/{key}": value for n, one in model.named_parameters() for key, value in states.get(one, {}).items()}
+    state = dict(_only_tensors(values))
     return {
         Part.WEIGHTS: {
             **_share_of(weights, replica, num_replicas),
@@ -172,19 +173,6 @@ def _names_of(model: Model, optimizer: Optimizer) -> dict[int, str]:
                     "pipeline.parameters() alone"
                 )
     return names
-
-
-def _optimizer_tensors(model: Model, optimizer: Optimizer) -> Tensors:
-    states = optimizer.state
-    return dict(
-        _only_tensors(
-            {
-                f"{name}/{key}": value
-                for name, parameter in model.named_parameters()
-                for key, value in states.get(parameter, {}).items()
-            }
-        )
-    )
 
 
 def _generators(device: torch.device) -> Tensors:

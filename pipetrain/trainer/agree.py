@@ -8,40 +8,18 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
-from pipetrain.comm.group import Group
+from pipetrain.comm.group import Group, made_by_first
 from pipetrain.monitor.claim import claimed
 from pipetrain.monitor.folder import RunFolder, check_free, reserve_folder
 
-_T = TypeVar("_T")
-
 _SHARED_SECONDS = 30.0  # network file systems may show a new file that late
-
-
-def from_first(make: Callable[[], _T], group: Group) -> _T:
-    """What rank 0 makes, of what JSON knows, on every rank. Collective.
-
-    Raises:
-        ValueError: what it raises, on every rank.
-    """
-    made, problem = None, ""
-    if group.rank == 0:
-        try:
-            made = make()
-        except ValueError as error:
-            problem = str(error)
-    made, problem = group.from_first((made, problem))
-    if problem:
-        raise ValueError(problem)
-    return made  # type: ignore[return-value]
 
 
 def check_all_read_the_same(fingerprint: str, group: Group) -> None:
     """Each rank reads for itself: on several machines, inputs and targets might be of different text.
 
-    Raises:
-        ValueError: on every rank.
+    Raises ValueError: on every rank.
     """
     if group.largest(int(group.from_first(fingerprint) != fingerprint)):
         raise ValueError(
@@ -58,37 +36,29 @@ def agreed_folder(
 
     It is claimed until the block ends. `again`: a run may have been in it, which goes on.
 
-    Raises:
-        ValueError: it cannot be made, another run has it, or not every machine sees it; on every rank.
+    Raises ValueError: it cannot be made, another run has it, or not every machine sees it; on every rank.
     """
     with contextlib.ExitStack() as stack:
 
         def choose() -> str:
-            path = str(stack.enter_context(_claimed_folder(run_dir, experiment, again=again)).path)
-            announce(path)
-            return path
+            if not again:
+                check_free(run_dir)
+            folder = reserve_folder(run_dir, experiment)
+            stack.enter_context(claimed(folder.path, again=again))
+            folder.create(again=again)  # which looks once more: a run may have come and gone before the claim
+            announce(str(folder.path))
+            return str(folder.path)
 
-        chosen = from_first(choose, group)
+        chosen = made_by_first(choose, group)
         if group.size > int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
             check_shared(Path(chosen), group)
         yield RunFolder(Path(chosen))
 
 
-@contextlib.contextmanager
-def _claimed_folder(run_dir: str | None, experiment: str, *, again: bool) -> Iterator[RunFolder]:
-    if not again:
-        check_free(run_dir)
-    folder = reserve_folder(run_dir, experiment)
-    with claimed(folder.path, again=again):
-        folder.create(again=again)  # which looks once more: a run may have come and gone before the claim
-        yield folder
-
-
 def check_shared(run_dir: Path, group: Group, timeout_seconds: float = _SHARED_SECONDS) -> None:
     """Ranks of several machines write into one run folder, and resume from its snapshots.
 
-    Raises:
-        ValueError: a machine does not see the folder of the first within `timeout_seconds`; on every rank.
+    Raises ValueError: a machine does not see the folder of the first within `timeout_seconds`; on every rank.
     """
     mark = f".seen-from-all-machines-{group.from_first(secrets.token_hex(4))}"
     if group.rank == 0:

@@ -50,9 +50,7 @@ def generate(config: RunConfig, plan: Plan, weights: Path, asked: Asked, write: 
     `config` is the run's, with a Hugging Face model's config and tokenizer in `model.path`; `weights` is the folder that the run left them in
     at its end, or a whole snapshot.
 
-    Raises:
-        ValueError: numbers out of range, no tokenizer, or weights that do not fit.
-        PipelineError: a rank failed.
+    Raises ValueError: numbers out of range, no tokenizer, or weights that do not fit; PipelineError: a rank failed.
     """
     tokenizer = make_tokenizer(config.data, config.model.path)
     if tokenizer is None:
@@ -67,7 +65,6 @@ def generate(config: RunConfig, plan: Plan, weights: Path, asked: Asked, write: 
             load_weights(weights, pipeline, spec)
         # The other ranks know the text, and nobody reads it there.
         writer = _Writer(tokenizer, shown, asked.stop, write if pipeline.rank == 0 else lambda _: None)
-        writer.begin()
         pipeline.generate(
             prompts,
             max_new_tokens=asked.num_tokens,
@@ -85,8 +82,7 @@ def generate(config: RunConfig, plan: Plan, weights: Path, asked: Asked, write: 
 def _are_chats(asked: Asked, tokenizer: Tokenizer) -> bool:
     """Whether the prompts are questions.
 
-    Raises:
-        ValueError: a message that only a chat has.
+    Raises ValueError: a message that only a chat has.
     """
     has_template = isinstance(tokenizer, HfTokenizer) and tokenizer.has_chats
     if asked.system is not None and (asked.raw or not has_template):
@@ -132,12 +128,9 @@ class _Writer:
         self._held = [""] * len(shown)  # of each what a stop may begin with
         self._stop, self._tokenizer = stop, tokenizer
         self._write = write
-        self._is_streaming = len(self._texts) == 1
-        self._written = [[text] for text in shown]
-
-    def begin(self) -> None:
-        if self._is_streaming:
-            self._write(self._written[0][0])
+        self._written: list[list[str]] = [[] for _ in shown]  # what waits for the end
+        for number, text in enumerate(shown):
+            self._put(number, text)
 
     def on_token(self, number: int, token: int) -> bool:
         """Whether the text has ended."""
@@ -152,7 +145,7 @@ class _Writer:
         return bool(ends)
 
     def _put(self, number: int, text: str) -> None:
-        if self._is_streaming:
+        if len(self._texts) == 1:
             self._write(text)
         else:
             self._written[number].append(text)
@@ -160,10 +153,7 @@ class _Writer:
     def end(self) -> None:
         for number, text in enumerate(self._texts):
             self._put(number, self._held[number] + text.rest())
-        if self._is_streaming:
-            self._write("\n")
-        else:
-            self._write("\n\n".join(map("".join, self._written)) + "\n")
+        self._write("\n\n".join(map("".join, self._written)) + "\n")
 
 
 class TextStream:

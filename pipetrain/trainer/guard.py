@@ -34,6 +34,7 @@ from pipetrain.config.write_files import draft_beside, replace_file
 from pipetrain.data.batch import Batch
 from pipetrain.runtime.cut import Whole
 from pipetrain.runtime.diagnosis import Diagnosis
+from pipetrain.snapshot.files import FOLDER_MODE
 
 
 class Action(StrEnum):
@@ -167,9 +168,6 @@ class Guard:
             raise ValueError(f"passed_over is {self.passed_over}")
 
 
-_FOLDER_MODE = 0o750  # the owner writes, the group reads, others have no business here
-
-
 def folder_of(inspect: Path, incident: Incident) -> Path:
     """Where `write_incident` puts it. After a rollback a step comes again with another batch, and has a folder for each."""
     name = f"step-{incident.step:08d}"
@@ -179,11 +177,10 @@ def folder_of(inspect: Path, incident: Incident) -> Path:
 def write_incident(folder: Path, incident: Incident, diagnosis: Diagnosis | None, batch: Batch, seed: int) -> None:
     """Both files; what an earlier run of the same step and batch left is replaced.
 
-    Raises:
-        OSError: they cannot be written.
+    Raises OSError: they cannot be written.
     """
     for path in (folder.parent, folder):
-        path.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+        path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
     tensors, values = {}, {}
     for part, tree in batch._asdict().items():
         for place, leaf in pytree.tree_flatten_with_path(tree)[0]:

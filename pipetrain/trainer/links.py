@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +46,6 @@ class _Pass(nn.Module):
         return given * self.weight
 
 
-def _mean(output: Tensor, _: Tensor) -> Tensor:
-    return output.mean()
-
-
 def measure_links(num_stages: int, edges: str = "auto") -> Links | None:
     """What rank 0 finds; None on the other ranks, and if there is only one. Collective, over so many stages. `edges`: as in `make_plan`.
 
@@ -56,9 +53,8 @@ def measure_links(num_stages: int, edges: str = "auto") -> Links | None:
     """
     layers = [_Pass() for _ in range(num_stages)]
     plan = make_plan(num_stages, num_ranks=num_stages, num_microbatches=_MICROBATCHES, edges=edges)
-    with Pipeline(
-        layers, _mean, plan=plan, schedule="1f1b", recompute="never", timeout_seconds=_MOST_SECONDS
-    ) as pipeline:
+    options: dict[str, Any] = {"schedule": "1f1b", "recompute": "never", "timeout_seconds": _MOST_SECONDS}
+    with Pipeline(layers, lambda output, _: output.mean(), plan=plan, **options) as pipeline:
         of_small, of_large = _hops(pipeline, _SMALL), _hops(pipeline, _LARGE)
         with _copying(pipeline.device):
             beside_copies = _hops(pipeline, _LARGE)

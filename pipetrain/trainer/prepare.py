@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.comm.coordinates import Grid
-from pipetrain.config.phases import naming_phase, phases_of
+from pipetrain.config.phases import Phase, naming_phase, phases_of
 from pipetrain.config.records import NATIVE, PYTHON, WEIGHTS_IN, RunConfig
 from pipetrain.config.target import SCHEDULES, is_extension, load_extension
 from pipetrain.config.terminal import say
@@ -66,9 +66,8 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
 
     `order` is that of pipeline.schedule=auto, as `write_csv` spells it; None: it is searched for.
 
-    Raises:
-        ValueError: values out of range, or that do not fit each other, the model or the number of ranks; with the key, the
-            value and what is allowed.
+    Raises ValueError: values out of range, or that do not fit each other, the model or the number of ranks; with the key, the value and
+    what is allowed.
     """
     check_run(config)
     check_engine(config)
@@ -113,10 +112,13 @@ def prepare(config: RunConfig, num_ranks: int | None = None, order: str | None =
     policy_of(config).check_layers(plan.num_layers)
     _refuse_profile_without_layers(config)
     policy = _in_parts(config, plan.balance, size)
-    spec = replace(_spec(config, plan.stage_ranks, policy), tied=tied, num_replicas=plan.num_replicas)
-    if order is None and pipeline.schedule == AUTO:
+    spec = replace(_spec(config, plan.stage_ranks, policy), tied=tied)
+    if order is not None:
+        spec = replace(spec, order=order_of_csv(order, "the order of pipeline.schedule=auto", spec.shape))
+    elif pipeline.schedule == AUTO:
         found = _sought(spec, _costs(config, plan.num_stages, size.flops_per_layer)(plan.balance), config)
-    schedule = _schedule(spec, order) if found is None else found.schedule
+    schedule = make(spec) if found is None else found.schedule
+    check(schedule)
     check_calls(schedule, pipeline.on_call)
     return Run(plan, schedule, size, found, note)
 
@@ -125,8 +127,7 @@ def _balanced(config: RunConfig, plan: Plan, size: ModelSize) -> tuple[Plan, str
     """With pipeline.balance=auto the plan of the shortest step, R included, and a line about it; else the plan as it is."""
     if config.pipeline.balance != "auto" or config.engine.name != NATIVE or not _tells_of_layers(config):
         return plan, ""
-    policy = _in_parts(config, plan.balance, size)
-    spec = replace(_spec(config, plan.stage_ranks, policy), num_replicas=plan.num_replicas)
+    spec = _spec(config, plan.stage_ranks, _in_parts(config, plan.balance, size))
     costs_of = _costs(config, plan.num_stages, size.flops_per_layer)
     balance = balance_by_step(plan.balance, spec, costs_of)
     return replace(plan, balance=balance), balance_told(balance, plan.balance, spec.policy)
@@ -141,12 +142,9 @@ def _tells_of_layers(config: RunConfig) -> bool:
 
 
 @dataclass(frozen=True)
-class PreparedPhase:
-    """What a phase asks for: steps from `first_step` (from 1) on are those of `run`. A run without phases is one."""
+class PreparedPhase(Phase):
+    """A phase with what it asks for: its steps are those of `run`. A run without phases is one."""
 
-    number: int  # from 0
-    first_step: int
-    config: RunConfig
     run: Run
 
 
@@ -157,8 +155,7 @@ def prepare_phases(
 
     `orders` are those of pipeline.schedule=auto, one for each phase, where they are known.
 
-    Raises:
-        ValueError: as `prepare`, with the phase in front; or phases that do not follow one another.
+    Raises ValueError: as `prepare`, with the phase in front; or phases that do not follow one another.
     """
     check_run(config)
     check_engine(config)
@@ -169,15 +166,14 @@ def prepare_phases(
             own = replace(own, pipeline=replace(own.pipeline, balance=prepared[0].run.plan.balance))
         with naming_phase(phase, config):
             run = prepare(own, num_ranks, order)
-        prepared.append(PreparedPhase(phase.number, phase.first_step, phase.config, run))
+        prepared.append(PreparedPhase(**vars(phase), run=run))
     return tuple(prepared)
 
 
 def predict(config: RunConfig, measured: Costs | None = None) -> Shown:
     """The schedule of `config`, simulated on `cost.*`, a profile or what was `measured`. Model and balance are read only for layers.
 
-    Raises:
-        ValueError: an unknown family, or numbers out of range or that do not fit each other.
+    Raises ValueError: an unknown family, or numbers out of range or that do not fit each other.
     """
     check_schedule(config)
     pipeline = config.pipeline
@@ -190,7 +186,7 @@ def predict(config: RunConfig, measured: Costs | None = None) -> Shown:
     )
     config = _with_replicas(config, world.num_replicas)
     costs, policy = _costs_shown(config, stage_ranks) if measured is None else (measured, policy_of(config))
-    spec = replace(_spec(config, stage_ranks, policy), costs=costs, num_replicas=world.num_replicas)
+    spec = replace(_spec(config, stage_ranks, policy), costs=costs)
     if pipeline.schedule == AUTO:
         found = _sought(spec, costs, config)
         return show_schedule(found.schedule, costs, found.least_seconds)
@@ -201,13 +197,13 @@ def predict_mesh(config: RunConfig, schedule: Schedule) -> tuple[Mesh, str]:
     """The mesh of the replicas that run `schedule`, which `predict` made of `config`; and why what ranks hold and send is not known, where model
     and data do not tell it ("": it is known).
 
-    Raises:
-        ValueError: the ranks do not make so many replicas.
+    Raises ValueError: the ranks do not make so many replicas.
     """
     world = world_of(config.pipeline, config.parallel, config.cluster)
     grid = Grid(world.num_replicas, world.ranks_per_replica, order=config.parallel.order)
+    config = _with_replicas(config, world.num_replicas)
     try:
-        plan, model, unknown = _held(config, schedule, world.num_replicas)
+        plan, model, unknown = _held(config, schedule)
     except ValueError as error:
         layers = (1,) * schedule.num_stages
         plan = Plan(layers, schedule.stage_ranks, schedule.num_microbatches, world.num_replicas)
@@ -223,14 +219,14 @@ def predict_mesh(config: RunConfig, schedule: Schedule) -> tuple[Mesh, str]:
     return mesh, unknown
 
 
-def _held(config: RunConfig, schedule: Schedule, num_replicas: int) -> tuple[Plan, Holds, str]:
+def _held(config: RunConfig, schedule: Schedule) -> tuple[Plan, Holds, str]:
     """Where the layers are, what they hold and what goes between them; and what of it is not known."""
     length = config.data.sequence_length
     size = size_of(config.model, sequence_length=length)
-    plan = _plan_on(config, schedule.stage_ranks, size, schedule.num_microbatches, num_replicas)
-    check_samples(config, num_replicas)
+    plan = _plan_on(config, schedule.stage_ranks, size, schedule.num_microbatches)
+    check_samples(config, plan.num_replicas)
     size = size_of(config.model, vocabulary_size=known_vocabulary(config), sequence_length=length)
-    slices = num_replicas * schedule.num_microbatches
+    slices = plan.num_replicas * schedule.num_microbatches
     fewest, longer = divmod(config.data.global_batch_size, slices)
     held = Holds(
         parameters=size.parameters_per_layer,
@@ -248,14 +244,12 @@ def _held(config: RunConfig, schedule: Schedule, num_replicas: int) -> tuple[Pla
     return plan, held, unknown
 
 
-def _plan_on(
-    config: RunConfig, stage_ranks: tuple[int, ...], size: ModelSize, num_microbatches: int, num_replicas: int = 1
-) -> Plan:
+def _plan_on(config: RunConfig, stage_ranks: tuple[int, ...], size: ModelSize, num_microbatches: int) -> Plan:
     """Where the layers are, for stages on these ranks."""
     plan = make_plan(
         size.num_layers,
         num_microbatches=num_microbatches,
-        num_replicas=num_replicas,
+        num_replicas=_known_replicas(config),
         balance=config.pipeline.balance,
         work=size.flops_per_layer,
         placement=stage_ranks,
@@ -282,6 +276,11 @@ def number_bytes_of(config: RunConfig) -> NumberBytes | None:
 def _with_replicas(config: RunConfig, num_replicas: int) -> RunConfig:
     """The configuration with their number, where it was `auto`."""
     return replace(config, parallel=replace(config.parallel, num_replicas=num_replicas))
+
+
+def _known_replicas(config: RunConfig) -> int:
+    assert isinstance(config.parallel.num_replicas, int), "`_with_replicas` comes first"
+    return config.parallel.num_replicas
 
 
 def _costs_shown(config: RunConfig, stage_ranks: tuple[int, ...]) -> tuple[Costs, RecomputePolicy]:
@@ -311,7 +310,7 @@ def _in_parts(config: RunConfig, balance: tuple[int, ...], size: ModelSize) -> R
 
 def _costs(config: RunConfig, num_stages: int, work: Sequence[float] | None = None) -> Callable[[Sequence[int]], Costs]:
     """What stages of a balance cost: those of the run, or of the layers, that `plan.profile` names, else shares of `cost.*` by `work`."""
-    cost, given = config.cost, config.plan.profile
+    given = config.plan.profile
     if given is not None:
         profile = profile_of(config)
         check_profile(given, profile, num_stages, config.pipeline.num_microbatches)
@@ -320,31 +319,17 @@ def _costs(config: RunConfig, num_stages: int, work: Sequence[float] | None = No
         policy = policy_of(config)
         policy.check_layers(profile.num_layers)
         selective = () if policy.mode is Mode.NEVER else policy.selective
-        replicas = config.parallel.num_replicas
-        assert isinstance(replicas, int)
+        replicas = _known_replicas(config)
         return lambda balance: costs_of_layers(profile, balance, selective, replicas)
-    mean = Costs.spread(
-        num_stages,
-        forward=cost.forward_seconds,
-        backward=cost.backward_seconds,
-        recompute=cost.recompute_seconds,
-        hop=cost.hop_seconds,
-        input_gradient=cost.input_gradient_seconds,
-        weight_gradient=cost.weight_gradient_seconds,
-        input_share=cost.input_share,
-        kept_share=cost.kept_share,
-        reduce=cost.reduce_seconds,
-        offload=cost.offload_seconds,
-        copy_contention=cost.copy_contention,
-    )
+    keys = {key.removesuffix("_seconds"): value for key, value in vars(config.cost).items()}  # an argument for each
+    mean = Costs.spread(num_stages, **keys)
     return (lambda balance: costs_by_work(balance, work, mean)) if _tells_of_layers(config) else lambda _: mean
 
 
 def profile_of(config: RunConfig) -> Profile:
     """What `plan.profile` names, for microbatches of this run.
 
-    Raises:
-        ValueError: there is none, or layers were measured with something else than this configuration; with the key that differs.
+    Raises ValueError: there is none, or layers were measured with something else than this configuration; with the key that differs.
     """
     given = config.plan.profile or PROFILE
     profile = read_profile(given)
@@ -365,7 +350,7 @@ def foreseen_bytes(config: RunConfig, run: Run, kept: Path) -> tuple[int, ...]:
     given = config.plan.profile or (str(kept) if kept.is_file() else None)
     if given is None:
         return ()
-    config = replace(config, plan=replace(config.plan, profile=given))
+    config = _with_replicas(replace(config, plan=replace(config.plan, profile=given)), run.plan.num_replicas)
     with suppress(ValueError):
         profile, plan, schedule = profile_of(config), run.plan, run.schedule
         if profile.layers:
@@ -381,9 +366,7 @@ def conditions_of(config: RunConfig) -> dict[str, Any]:
     if config.model.name != PYTHON:  # a profile of an older version does not have its keys
         model = {key: value for key, value in model.items() if value != {}}
     installed = {"torch": version("torch")} if find_spec("torch") else {}  # a login node may have none
-    replicas, microbatches = config.parallel.num_replicas, config.pipeline.num_microbatches
-    assert isinstance(replicas, int)
-    samples = -(-config.data.global_batch_size // (replicas * microbatches))
+    samples = -(-config.data.global_batch_size // (_known_replicas(config) * config.pipeline.num_microbatches))
     return {
         **model,
         "precision": config.precision,
@@ -399,14 +382,6 @@ def _sought(spec: ScheduleSpec, costs: Costs, config: RunConfig) -> FoundSchedul
     return best_schedule(spec, costs, Effort(config.pipeline.search_seconds), user_cache("orders"), say)
 
 
-def _schedule(spec: ScheduleSpec, order: str | None = None) -> Schedule:
-    if order is not None:
-        spec = replace(spec, order=order_of_csv(order, "the order of pipeline.schedule=auto", spec.shape))
-    schedule = make(spec)
-    check(schedule)
-    return schedule
-
-
 def _refuse_profile_without_layers(config: RunConfig) -> None:
     given = config.plan.profile
     if given is not None and config.pipeline.schedule != AUTO and not read_profile(given).layers:
@@ -420,6 +395,7 @@ def _refuse_profile_without_layers(config: RunConfig) -> None:
 
 
 def _spec(config: RunConfig, stage_ranks: tuple[int, ...], policy: RecomputePolicy) -> ScheduleSpec:
+    """What the schedule of `config` is made from, once its number of replicas is known."""
     given = config.pipeline.schedule  # or the function that it names
     is_ours = given in (*FAMILIES, AUTO) or given.endswith(".csv") or not is_extension(given, SCHEDULES)
     return ScheduleSpec(
@@ -429,6 +405,7 @@ def _spec(config: RunConfig, stage_ranks: tuple[int, ...], policy: RecomputePoli
         policy=policy,
         split_backward=config.pipeline.split_backward,
         warmup=config.pipeline.warmup,
+        num_replicas=_known_replicas(config),
         transport_ahead=config.transport.prefetch,
     )
 

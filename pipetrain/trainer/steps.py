@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from pipetrain.comm.chain import Chain
 from pipetrain.comm.coordinates import Coordinates
 from pipetrain.comm.failure import PipelineError
+from pipetrain.comm.group import Group
 from pipetrain.config.read_files import fitted
 from pipetrain.config.records import RunConfig
 from pipetrain.data.batch import Batch, Share
@@ -35,7 +36,7 @@ from pipetrain.data.batches import Batches, PhasedBatches
 from pipetrain.engine.engine import Engine
 from pipetrain.models.size import ModelSize
 from pipetrain.models.spec import ModelSpec
-from pipetrain.models.weights import Shard, Together, save_weights
+from pipetrain.models.weights import Shard, save_weights
 from pipetrain.monitor.folder import RunFolder
 from pipetrain.monitor.recorder import Recorder
 from pipetrain.monitor.report import (
@@ -96,39 +97,28 @@ class TokensSeen:
             self._batches.load_state_dict(state.get("stream", {}))
 
 
-@dataclass(frozen=True)
-class OverReplicas:
-    """What a rank shares with `replicas`, the ranks at its place in each replica; None: there is one."""
+def share_of(plan: Plan, replica: int) -> Share | None:
+    """Which samples of a batch are this replica's; None: all, as there is one replica."""
+    return Share(replica, plan.num_replicas, plan.num_microbatches) if plan.num_replicas > 1 else None
 
-    share: Share | None  # of a batch; None: all of it
-    shard: Shard  # of the weights at the end of the run
-    replicas: Chain | None
-    check_every_steps: int | None
 
-    @classmethod
-    def of(cls, plan: Plan, at: Coordinates, replicas: Chain, check_every_steps: int | None) -> OverReplicas:
-        """What a rank that stands `at` these coordinates has to know."""
-        share = Share(at.replica, plan.num_replicas, plan.num_microbatches)
-        shard = Shard(at.stage if at.replica == 0 else None, plan.num_ranks)
-        if plan.num_replicas == 1:
-            return cls(None, shard, None, None)
-        return cls(share, shard, replicas, check_every_steps)
+def shard_of(plan: Plan, at: Coordinates) -> Shard:
+    """Which file of weights the rank `at` these coordinates writes at the end of the run: those of the first replica write."""
+    return Shard(at.stage if at.replica == 0 else None, plan.num_ranks)
 
-    def add_up(self, own: Tokens) -> Tokens:
-        """The tokens of all replicas, where this one has `own`. Collective.
 
-        Raises:
-            PipelineError: a rank is gone, or did not come.
-        """
-        if self.replicas is None:
-            return own
-        parts = [json.loads(part) for part in self.replicas.concatenate(json.dumps(own).encode(), "tokens of a step")]
-        return Tokens(sum(part[0] for part in parts), sum(part[1] for part in parts))
+def of_all_replicas(own: Tokens, replicas: Chain) -> Tokens:
+    """The tokens of all replicas, where this one has `own`. Collective over `replicas`, the ranks at this place in each.
 
-    def are_compared(self, step: int, *, saving: bool) -> bool:
-        """Whether it is time to see that all replicas have the same weights after `step`; it is before each save."""
-        every = self.check_every_steps
-        return every is not None and (saving or step % every == 0)
+    Raises PipelineError: a rank is gone, or did not come.
+    """
+    parts = [json.loads(part) for part in replicas.concatenate(json.dumps(own).encode(), "tokens of a step")]
+    return Tokens(sum(part[0] for part in parts), sum(part[1] for part in parts))
+
+
+def are_compared(plan: Plan, every: int | None, step: int, *, saving: bool) -> bool:
+    """Whether it is time to see that all replicas have the same weights after `step`; it is before each save."""
+    return every is not None and plan.num_replicas > 1 and (saving or step % every == 0)
 
 
 @dataclass
@@ -142,7 +132,6 @@ class PhaseSteps:
     plan: Plan
     schedule: Schedule
     heldout: Iterable[Batch]
-    share: Share | None  # of a batch, that is this replica's; None: all of it
     mfu_of_a_token_per_second: float | None  # None: what the model does, or a device can do, is not known
     watch: StragglerWatch
     foreseen_bytes: tuple[int, ...] = ()  # of activations, the most of each rank of a replica
@@ -203,7 +192,7 @@ class Steps:
     seen: TokensSeen
     ranks: tuple[RankPlace, ...]
     folder: RunFolder
-    replicas: OverReplicas
+    group: Group
 
     def request(self, signum: int) -> int:
         """What this rank asks for after a step: one number for a signal and for a snapshot by the clock, whose largest all ranks obey.
@@ -218,20 +207,20 @@ class Steps:
 
         The engine was made for the phase of the first of them.
 
-        Raises:
-            PipelineError: a step was refused, and the guard ends the run.
+        Raises PipelineError: a step was refused, and the guard ends the run.
         """
         step = self.snapshots.first_step
         self.engine.start_at(step)
         phase, predicts = phase_of(self.phases, step), measured_steps(step)
         reports = Reports(agree, is_first=self.recorder.is_first)
+        replica = self.group.coordinates.replica
         while step <= self.config.num_steps:
             if (other := phase_of(self.phases, step)) is not phase:
                 phase, predicts = other, measured_steps(step)
                 self.engine.change(phase.plan, phase.schedule)
                 self.recorder.begin_phase(phase.number, step, predicts)
             started = time.perf_counter()
-            batch = self.batches.batch(step, self.guard.passed_over, phase.share)
+            batch = self.batches.batch(step, self.guard.passed_over, share_of(phase.plan, replica))
             result = self.engine.step(step, batch, self._accepts)
             figures = None
             if is_due := reports.are_due(step) or step in predicts or step == phase.last_step:
@@ -241,7 +230,7 @@ class Steps:
             if self.guard.incident is not None and (back_at := self._respond(self.guard.incident, batch)) is not None:
                 step = back_at
                 continue
-            tokens = self.replicas.add_up(tokens_of(batch, self.spec))
+            tokens = of_all_replicas(tokens_of(batch, self.spec), self.group.replicas)
             if result.is_accepted:
                 self.seen.add(tokens)
             signum, by_clock = divmod(asked(), 2)
@@ -319,16 +308,18 @@ class Steps:
             stragglers=tuple(straggler for phase in self.phases for straggler in phase.watch.stragglers()),
         )
 
-    def finish(self, ranks: Together) -> None:
+    def finish(self) -> None:
         """Each rank of the first replica writes its part of the model, for `generate`, `export` and `init_from`; then a save is
         waited for. Collective.
         """
-        save_weights(self.folder.weights, self.engine.weights(), self.spec, ranks, self.replicas.shard)
+        shard = shard_of(self.phases[0].plan, self.group.coordinates)
+        save_weights(self.folder.weights, self.engine.weights(), self.spec, self.group, shard)
         self.snapshots.finish()
 
     def _compare_replicas(self, step: int, *, saves: bool) -> None:
         """Where it is time to, and before each snapshot: what differs must not be saved."""
-        if not self.replicas.are_compared(step, saving=self.snapshots.is_due(step, asked=saves)):
+        every, is_saved = self.config.parallel.check_every_steps, self.snapshots.is_due(step, asked=saves)
+        if not are_compared(self.phases[0].plan, every, step, saving=is_saved):
             return
         try:
             self.engine.check_replicas()
@@ -380,8 +371,7 @@ class Steps:
         Returns:
             The step to go on with after a rollback; None: with the next one.
 
-        Raises:
-            PipelineError: the run stops.
+        Raises PipelineError: the run stops.
         """
         diagnosis = self.engine.diagnose(batch)
         state = self.snapshots.roll_back() if incident.action is Action.ROLLBACK else None

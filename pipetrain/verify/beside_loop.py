@@ -7,7 +7,6 @@ layer; the numbers differ; or the error names nobody. The last two are defects.
 from __future__ import annotations
 
 import enum
-import math
 import multiprocessing as mp
 import random
 import re
@@ -30,7 +29,6 @@ from pipetrain.stage.stage import LossFn
 
 Batch = tuple[Any, Any]
 Trace = dict[str, Any]  # what it is -> its value, in the order in which it came to be
-GivenSchedule = Any  # what `Pipeline(schedule=...)` takes
 
 SEED = 3
 NUM_STEPS = 3
@@ -105,7 +103,7 @@ class Way:
     mode: str
     num_stages: int
     num_ranks: int = 1
-    schedule: GivenSchedule = field(default="gpipe", compare=False)
+    schedule: Any = field(default="gpipe", compare=False)  # what `Pipeline(schedule=...)` takes
     balance: tuple[int, ...] | None = None  # default: as equal as can be
     policy: Mapping[str, Any] = field(default_factory=dict)  # of `RecomputePolicy`, besides the mode
     plan: Plan | None = field(default=None, compare=False)  # in place of stages, ranks and balance
@@ -131,32 +129,20 @@ def plain(subject: Subject) -> Trace:
     """The plain loop. Raises what a layer raises."""
     seed_everything(SEED)
     layers, loss_fn = nn.Sequential(*subject.layers()), subject.loss()
-    trace: Trace = {}
+    cuts: dict[str, Any] = {"num_microbatches": subject.num_microbatches, "count_fn": subject.count_fn}
 
     def step(number: int, inputs: Any, targets: Any) -> Tensor:
-        return reference_step(
-            layers,
-            loss_fn,
-            inputs,
-            targets,
-            num_microbatches=subject.num_microbatches,
-            seed=SEED,
-            step=number,
-            count_fn=subject.count_fn,
-        )
+        return reference_step(layers, loss_fn, inputs, targets, seed=SEED, step=number, **cuts)
 
-    def clip() -> None:
-        nn.utils.clip_grad_norm_(layers.parameters(), subject.max_norm or math.inf)
-
-    _train(subject, layers, range(len(layers)), step, clip, trace)
-    return trace
+    return _train(
+        subject, layers, range(len(layers)), step, lambda limit: nn.utils.clip_grad_norm_(layers.parameters(), limit)
+    )
 
 
 def piped(subject: Subject, way: Way) -> Trace:
     """As a pipeline; on several ranks what this rank holds. Raises what a layer raises, and what `Pipeline` does."""
     seed_everything(SEED)
     layers, loss_fn = nn.Sequential(*subject.layers()), subject.loss()
-    trace: Trace = {}
     replicas = way.plan.num_replicas if way.plan is not None else 1
     with Pipeline(
         list(layers),
@@ -172,10 +158,7 @@ def piped(subject: Subject, way: Way) -> Trace:
         def step(_: int, inputs: Any, targets: Any) -> Tensor:
             return pipeline.step(*(pipeline.own_rows((inputs, targets)) if replicas > 1 else (inputs, targets)))
 
-        def clip() -> None:
-            pipeline.clip_grad_norm_(subject.max_norm or math.inf)
-
-        _train(subject, layers, held, step, clip, trace)
+        trace = _train(subject, layers, held, step, pipeline.clip_grad_norm_)
         if replicas > 1:
             pipeline.check_replicas()
     return trace
@@ -186,10 +169,10 @@ def _train(
     layers: nn.Sequential,
     held: Sequence[int],
     step: Callable[[int, Any, Any], Tensor],
-    clip: Callable[[], None],
-    trace: Trace,
-) -> None:
+    clip: Callable[[float], object],
+) -> Trace:
     """All steps, with the values of the layers `held` after each."""
+    trace: Trace = {}
     own = nn.ModuleDict({str(number): layers[number] for number in held})
     parameters = list(own.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9) if parameters else None
@@ -199,20 +182,19 @@ def _train(
         inputs, targets = subject.batch(number)
         trace[f"the loss of step {number + 1}"] = step(number, inputs, targets)
         for name, parameter in own.named_parameters():
-            trace[f"the gradient of {name} in step {number + 1}"] = _copy(parameter.grad)
+            trace[f"the gradient of {name} in step {number + 1}"] = (
+                None if (grad := parameter.grad) is None else grad.detach().clone()
+            )
         if subject.max_norm is not None:
-            clip()
+            clip(subject.max_norm)
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
         for name, tensor in (*own.named_parameters(), *own.named_buffers()):
-            trace[f"{name} after step {number + 1}"] = _copy(tensor)
+            trace[f"{name} after step {number + 1}"] = tensor.detach().clone()
     if subject.look is not None:
         trace["what is looked at in the end"] = subject.look(list(layers))
-
-
-def _copy(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().clone()
+    return trace
 
 
 def seed_everything(seed: int) -> None:

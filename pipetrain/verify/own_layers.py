@@ -196,13 +196,7 @@ def _checked(own: OwnLayers) -> tuple[str, ...]:
 
 
 def _subject(own: OwnLayers) -> Subject:
-    make = _function(own.layers)
-    make_batch = None if own.batch is None else _function(own.batch)
-
-    def made(step: int) -> _Made:
-        seed_everything(SEED)
-        return _made(own, make, make_batch, step)
-
+    made = functools.partial(_made, own)
     _, _, inputs, _ = made(0)
     rows = num_rows(inputs, "inputs")
     # Two rows in each where there are as many: BatchNorm refuses one.
@@ -218,27 +212,21 @@ def _subject(own: OwnLayers) -> Subject:
     )
 
 
-def _function(place: str) -> Callable[[], Any]:
-    """What `module:function` names. Raises ValueError: no such module or function."""
-    found = load_target(place)
-    if not callable(found):
-        raise ValueError(f"{place}: is a {type(found).__name__}, and no function")
-    function: Callable[[], Any] = found
-    return function
-
-
-def _called(place: str, function: Callable[[], Any]) -> Any:
+def _called(place: str) -> Any:
+    """What the function `module:function` returns. Raises ValueError: there is no such module or function, or it raises."""
+    function = load_target(place)
+    if not callable(function):
+        raise ValueError(f"{place}: is a {type(function).__name__}, and no function")
     try:
         return function()
     except Exception as error:
         raise ValueError(f"{place}() raised {_line(error)}") from error
 
 
-def _made(own: OwnLayers, make: Callable[[], Any], make_batch: Callable[[], Any] | None, step: int) -> _Made:
-    """Raises:
-    ValueError: what a function gave is no model, or no batch.
-    """
-    given = _called(own.layers, make)
+def _made(own: OwnLayers, step: int) -> _Made:
+    """Raises ValueError: what a function gave is no model, or no batch."""
+    seed_everything(SEED)
+    given = _called(own.layers)
     is_model = isinstance(given, ModelSpec) or not isinstance(given, tuple)
     if is_model or all(isinstance(part, nn.Module) for part in given):
         given = (given, None)
@@ -247,9 +235,9 @@ def _made(own: OwnLayers, make: Callable[[], Any], make_batch: Callable[[], Any]
             f"{own.layers} returned a tuple of {len(given)}: allowed are layers, (layers, loss_fn) and (layers, loss_fn, inputs, targets)"
         )
     model, loss_fn, *batch = given
-    if make_batch is not None:
+    if own.batch is not None:
         seed_everything(step)
-        batch = _called(own.batch or "", make_batch)
+        batch = _called(own.batch)
         if not isinstance(batch, tuple) or len(batch) != 2:
             raise ValueError(
                 f"{own.batch} returned a {type(batch).__name__}: it must return the pair (inputs, targets)"

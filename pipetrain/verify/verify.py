@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
 from pipetrain.comm.failure import PipelineError
@@ -45,10 +45,8 @@ from pipetrain.verify.beside_loop import (
 NUM_ROWS = 7  # over 3 microbatches: 3, 2 and 2 rows
 RANKS = ((1, 1), (2, 1), (3, 1), (4, 2))  # (all ranks, replicas)
 QUICK_RANKS = ((2, 1),)
-WITHIN, WITHIN_AFTER_STEPS = (
-    1e-6,
-    1e-5,
-)  # of several replicas: the norm of a difference over the norm of what it differs from
+# Of several replicas: the norm of a difference over the norm of what it differs from.
+WITHIN, WITHIN_AFTER_STEPS = 1e-6, 1e-5
 
 
 @dataclass(frozen=True)
@@ -60,14 +58,6 @@ class Case:
     schedule: str
     mode: str
     num_replicas: int = 1
-
-    @property
-    def stages_per_rank(self) -> int:
-        return 2 if self.schedule in ("interleaved", "zbv") else 1
-
-    @property
-    def placement(self) -> str:
-        return "v" if self.schedule == "zbv" else "loop"
 
 
 @dataclass(frozen=True)
@@ -146,10 +136,10 @@ def _differences(case: Case) -> list[tuple[str, float]]:
     plan = make_plan(
         len(subject.layers()),
         num_ranks=case.num_ranks // case.num_replicas,
-        stages_per_rank=case.stages_per_rank,
+        stages_per_rank=2 if case.schedule in ("interleaved", "zbv") else 1,
         num_microbatches=NUM_MICROBATCHES,
         num_replicas=case.num_replicas,
-        placement=case.placement,
+        placement="v" if case.schedule == "zbv" else "loop",
     )
     way = Way(case.mode, plan.num_stages, case.num_ranks, case.schedule, policy={"last_stage": "auto"}, plan=plan)
 
@@ -182,18 +172,6 @@ def _plain_of(model: str, num_replicas: int) -> tuple[Subject, Trace]:
     return subject, plain(subject)
 
 
-class _Dense(nn.Module):
-    """`[rows, features]` to the same."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(features, features)
-        self.dropout = nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.dropout(self.linear(x)))
-
-
 BatchOf = Callable[[int], Batch]
 
 
@@ -202,7 +180,8 @@ def _dense() -> tuple[ModelSpec, BatchOf]:
         generator = torch.Generator().manual_seed(step)
         return Batch(torch.randn(NUM_ROWS, 8, generator=generator), torch.randn(NUM_ROWS, 8, generator=generator))
 
-    return replace(spec_of([lambda: _Dense(8)] * 7), loss_fn=nn.functional.mse_loss), batch
+    layers = [lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Tanh())] * 7
+    return replace(spec_of(layers), loss_fn=nn.functional.mse_loss), batch
 
 
 def _transformer() -> tuple[ModelSpec, BatchOf]:

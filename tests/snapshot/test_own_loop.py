@@ -24,9 +24,8 @@ from pipetrain import Pipeline
 from pipetrain.config.records import RunConfig
 from pipetrain.snapshot import saver as saver_module
 from pipetrain.snapshot.files import path_of, steps_in
-from pipetrain.snapshot.saver import Image
 from pipetrain.snapshot.session import Snapshots
-from pipetrain.snapshot.state import tensors_of
+from pipetrain.snapshot.state import Tensors, tensors_of
 
 SAVED_AT, MORE = 3, 10
 EXTRA = {"best": 0.1 + 0.2, "names": ["a", "ü"], "none": None, "nested": {"flag": True, "big": 2**70}}
@@ -212,7 +211,7 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Copies to host memory wait for this event."""
     may_copy, copies = threading.Event(), saver_module._image
 
-    def wait_and_copy(tensors: Mapping[str, Tensor], before: Image | None) -> Image:
+    def wait_and_copy(tensors: Mapping[str, Tensor], before: Tensors | None) -> Tensors:
         assert may_copy.wait(PATIENCE_SECONDS)
         return copies(tensors, before)
 

@@ -21,9 +21,9 @@ from pipetrain.snapshot import saver as saver_module
 from pipetrain.snapshot.files import path_of, steps_in
 from pipetrain.snapshot.manifest import check_whole
 from pipetrain.snapshot.reader import Snapshot
-from pipetrain.snapshot.saver import Image, Saver
+from pipetrain.snapshot.saver import Saver, write_tensors
 from pipetrain.snapshot.start import newest_whole
-from pipetrain.snapshot.state import Part, tensors_of
+from pipetrain.snapshot.state import Part, Tensors, tensors_of
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
@@ -83,7 +83,7 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Copies to host memory wait for this event."""
     may_copy = threading.Event()
 
-    def wait_and_copy(tensors: Mapping[str, Tensor], before: Image | None) -> Image:
+    def wait_and_copy(tensors: Mapping[str, Tensor], before: Tensors | None) -> Tensors:
         assert may_copy.wait(PATIENCE_SECONDS)
         return copies(tensors, before)
 
@@ -119,7 +119,7 @@ def test_a_save_lets_training_go_on_until_weights_change(tmp_path: pathlib.Path,
 
 
 def test_copies_that_fail_do_not_stop_training(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(*_: object) -> Image:
+    def no_memory(*_: object) -> Tensors:
         raise MemoryError("no room for a copy")
 
     said: list[str] = []
@@ -233,11 +233,9 @@ def test_a_file_that_does_not_reach_the_disk_is_not_written(
     def refuse(_: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    image = Image({"w": torch.ones(1)})
-    image.copy({"w": torch.ones(1)})
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(OSError, match="Input/output error"):
-        image.write(tmp_path, "w.safetensors")
+        write_tensors({"w": torch.ones(1)}, tmp_path, "w.safetensors")
 
 
 @pytest.mark.root

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from saved import CPU, saver_of, state_of, trained
 from torch import nn
 
+from pipetrain.comm.coordinates import Coordinates
 from pipetrain.config.records import DataConfig, RunConfig, SnapshotConfig
 from pipetrain.plan.plan import Plan
 from pipetrain.snapshot.files import path_of, steps_in
@@ -30,11 +31,12 @@ class Alone:
     rank: int = 0
     size: int = 1
     device: torch.device = CPU
+    coordinates = Coordinates(0, 0, 0)
 
     def largest(self, value: int) -> int:
         return value
 
-    def from_first(self, value: str) -> str:
+    def from_first(self, value: Any) -> Any:
         return value
 
 

@@ -107,15 +107,12 @@ def test_a_snapshot_of_replicas_is_read_as_any_other(tmp_path: pathlib.Path) -> 
 class Two:
     """Two ranks that hold the same model, and agree."""
 
-    size, device = 2, CPU
+    size = 2
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
     def largest(self, value: int) -> int:
-        return value
-
-    def from_first(self, value: str) -> str:
         return value
 
 

@@ -18,7 +18,7 @@ from pipetrain.schedule.make import make_schedule
 from pipetrain.snapshot.start import told_of_replicas
 from pipetrain.snapshot.state import RunState
 from pipetrain.train import main
-from pipetrain.trainer.steps import OverReplicas, Tokens
+from pipetrain.trainer.steps import Tokens, are_compared, of_all_replicas, shard_of, share_of
 
 CPU = torch.device("cpu")
 LARGER = (
@@ -35,23 +35,22 @@ class Others:
         return [own] * 3
 
 
-def over(at: Coordinates, *, num_replicas: int = 3, every: int | None = 4) -> OverReplicas:
-    plan = Plan((1, 1), (0, 1), 2, num_replicas)
-    return OverReplicas.of(plan, at, Others(), every)  # type: ignore[arg-type]
+def plan_of(num_replicas: int) -> Plan:
+    return Plan((1, 1), (0, 1), 2, num_replicas)
 
 
 def test_tokens_are_those_of_all_replicas() -> None:
-    assert over(Coordinates(1, 0, 0)).add_up(Tokens(64, 50)) == Tokens(192, 150)
-    assert over(Coordinates(0, 0, 0), num_replicas=1).add_up(Tokens(64, 50)) == Tokens(64, 50)
+    assert of_all_replicas(Tokens(64, 50), Others()) == Tokens(192, 150)  # type: ignore[arg-type]
 
 
 def test_each_takes_its_share_and_the_first_writes_the_weights() -> None:
-    first, last = over(Coordinates(0, 1, 0)), over(Coordinates(2, 1, 0))
-    assert first.share is not None
-    assert last.share is not None
-    assert (first.share.rows_of(12), last.share.rows_of(12)) == (slice(0, 4), slice(8, 12))
-    assert (first.shard.number, first.shard.count, last.shard.number) == (1, 2, None)
-    assert over(Coordinates(0, 1, 0), num_replicas=1).share is None
+    first, last = share_of(plan_of(3), 0), share_of(plan_of(3), 2)
+    assert first is not None
+    assert last is not None
+    assert (first.rows_of(12), last.rows_of(12)) == (slice(0, 4), slice(8, 12))
+    assert share_of(plan_of(1), 0) is None
+    writes, leaves_it = (shard_of(plan_of(3), Coordinates(replica, 1, 0)) for replica in (0, 2))
+    assert (writes.number, writes.count, leaves_it.number) == (1, 2, None)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +60,8 @@ def test_each_takes_its_share_and_the_first_writes_the_weights() -> None:
 def test_replicas_are_compared_in_time_and_before_each_snapshot(
     every: int | None, num_replicas: int, compared: list[int]
 ) -> None:
-    replicas = over(Coordinates(0, 0, 0), num_replicas=num_replicas, every=every)
-    assert [step for step in range(3, 9) if replicas.are_compared(step, saving=step == 5)] == compared
+    plan = plan_of(num_replicas)
+    assert [step for step in range(3, 9) if are_compared(plan, every, step, saving=step == 5)] == compared
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from pipetrain.launcher.outcome import Exit
 from pipetrain.snapshot import saver as saver_module
 from pipetrain.snapshot.files import path_of, steps_in
 from pipetrain.snapshot.reader import Snapshot
-from pipetrain.snapshot.saver import Image, Saver
+from pipetrain.snapshot.saver import Saver
 from pipetrain.snapshot.session import Snapshots
 from pipetrain.snapshot.state import Part, RunState, Tensors
 
@@ -42,7 +42,7 @@ def test_weights_do_not_change_before_they_are_copied(tmp_path: pathlib.Path, mo
         about_to_change.set()
         before_update(self)
 
-    def late_copies(tensors: Mapping[str, Tensor], before: Image | None) -> Image:
+    def late_copies(tensors: Mapping[str, Tensor], before: Tensors | None) -> Tensors:
         assert about_to_change.wait(PATIENCE_SECONDS), "the run went on to its next save without before_update"
         return copies(tensors, before)
 

@@ -298,7 +298,7 @@ PLANTED = (
     ),
     Planted(
         "a save does not wait for the optimizer",
-        broken(saver.Saver, "_copy_streams", "device.follow(stream, device.current())", "pass"),
+        broken(saver.Saver, "_copy_stream", "device.follow(stream, device.current())", "pass"),
         Case("1f1b", saves=True),
     ),
     Planted(

@@ -22,16 +22,14 @@ _FOLDER = "TORCH_EXTENSIONS_DIR"
 def host_adam(groups: list[dict[str, Any]], learning_rate: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
     """AdamW with its state in host memory. Its kernel is compiled where nobody has, once, by one process.
 
-    Raises:
-        OSError: it cannot be compiled.
+    Raises OSError: it cannot be compiled.
     """
     folder = _folder()
     with FileLock(folder / "pipetrain.lock"), quiet_stdout():
         # torch waits for this file without an end, and a compilation that was killed leaves it behind.
         (folder / "cpu_adam" / "lock").unlink(missing_ok=True)
         if not (folder / "cpu_adam" / "cpu_adam.so").is_file():
-            told = f"compiling DeepSpeed's cpu_adam for this machine, once, about a minute: {folder / 'cpu_adam'}"
-            say(told)
+            say(f"compiling DeepSpeed's cpu_adam for this machine, once, about a minute: {folder / 'cpu_adam'}")
         try:
             optimizer: torch.optim.Optimizer = HostAdam(groups, lr=learning_rate, betas=betas)
         except (RuntimeError, ImportError) as error:

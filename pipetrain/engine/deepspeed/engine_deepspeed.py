@@ -33,11 +33,10 @@ from pipetrain.engine.deepspeed.environment import import_deepspeed, join_world,
 from pipetrain.engine.engine import Accepts, Precision
 from pipetrain.models.loss import IGNORED
 from pipetrain.models.spec import ModelSpec
-from pipetrain.models.trained import Model, Optimizer
+from pipetrain.models.trained import Optimizer
 from pipetrain.monitor.step_report import StepFigures, StepResult
 from pipetrain.optim.optimizer import learning_rate, make_optimizer, what_broke
 from pipetrain.plan.plan import Plan
-from pipetrain.runtime.gradients import clip_grad_norm
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.stage.seeding import generators_restored
 
@@ -76,7 +75,6 @@ class DeepSpeedEngine:
         self._at = grid.coordinates_of(self._rank)
         self._rows = config.data.global_batch_size // (plan.num_microbatches * grid.replica)
         zero = config.parallel.zero_stage
-        self._accepts: Accepts | None = None
         self._result = StepResult(0.0, 0.0, None)
         self._started = self._step_seconds = 0.0
         self._step = 0
@@ -86,33 +84,21 @@ class DeepSpeedEngine:
             self._group = dist.new_group(backend="gloo", timeout=timeout)  # for figures, on the host
         with quiet_stdout(), generators_restored(device):
             join_world(deepspeed, timeout)
-            from pipetrain.engine.deepspeed.stages import Seeds, ShardedAdamW, StagedModule, StageModel
+            from pipetrain.engine.deepspeed.stages import ShardedAdamW, StagedModule
 
-            self._seeds = Seeds(config.seed, device, self._at.replica * plan.num_microbatches)
-            self._module = StagedModule(spec, plan, schedule.policy, grid, config.seed, self._seeds)
-            optimizer = make_optimizer(config.optim, self._module.parameters())
+            self.model = StagedModule(spec, plan, schedule.policy, grid, config.seed, device)
+            optimizer = make_optimizer(config.optim, self.model.parameters())
             with self._naming_a_loss():
                 self._engine, *_ = deepspeed.initialize(
-                    model=self._module,
+                    model=self.model,
                     optimizer=optimizer,
                     config=_settings(self._rows, plan.num_microbatches, zero, precision),
                 )
-        self._optimizer: Optimizer = optimizer
         self._sharded = ShardedAdamW(self._engine.optimizer) if zero else None
-        on_load = None
-        if self._sharded is not None:
-            self._optimizer = self._sharded
-            on_load = self._engine.optimizer.refresh_fp32_params  # else its own copy would overwrite what was loaded
-        self._model = StageModel(self._module.layers, on_load)
-        self._engine._INSTRUCTION_MAP = _instructions(self._engine, self._reduce)
-
-    @property
-    def model(self) -> Model:
-        return self._model
-
-    @property
-    def optimizer(self) -> Optimizer:
-        return self._optimizer
+        self.optimizer: Optimizer = self._sharded or optimizer
+        if zero:  # else ZeRO's own copy would overwrite what was loaded
+            self.model.on_load = self._engine.optimizer.refresh_fp32_params
+        self._engine._INSTRUCTION_MAP = self._instructions()
 
     def start_at(self, step: int) -> None:
         """Nothing to do: `step` takes its number as an argument."""
@@ -124,8 +110,8 @@ class DeepSpeedEngine:
         rate = learning_rate(self._config.optim, step, self._config.num_steps)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = rate
-        self._step, self._seeds.step, self._accepts = step, step - 1, accepts
-        self._module.start_step()
+        self._step, self.model.step, self._accepts = step, step - 1, accepts
+        self.model.micro_offset = 0  # microbatches are counted from here
         self._started = time.perf_counter()
         with self._naming_a_loss():
             self._engine.train_batch(iter(self._cut(batch)))
@@ -137,18 +123,16 @@ class DeepSpeedEngine:
     def check_replicas(self) -> None:
         """Whether all replicas have the same weights. Collective.
 
-        Raises:
-            PipelineError: they do not; it names the ranks that differ from replica 0's.
+        Raises PipelineError: they do not; it names the ranks that differ from replica 0's.
         """
         digest = hashlib.sha256()
-        for _, parameter in self._model.named_parameters():
+        for parameter in self.model.parameters():
             digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         digests = self._of_all(digest.hexdigest())
-        places = [self._grid.coordinates_of(rank) for rank in range(self._num_ranks)]
         differ = [
-            f"rank {rank} (replica {at.replica})"
-            for rank, at in enumerate(places)
-            if digests[rank] != digests[self._rank_of(at.stage, 0)]
+            f"rank {rank} (replica {self._grid.coordinates_of(rank).replica})"
+            for rank, digest in enumerate(digests)
+            if digest != digests[self._grid.ranks_of_stage(rank)[0]]
         ]
         if differ:
             raise PipelineError(
@@ -173,13 +157,32 @@ class DeepSpeedEngine:
         return StepFigures(self._step_seconds, tuple(peaks)) if self._rank == 0 else None
 
     def weights(self) -> Mapping[str, Tensor]:
-        return self._model.state_dict()
+        state: Mapping[str, Tensor] = self.model.state_dict()
+        return state
 
     def close(self) -> None:
         self._engine.destroy()
 
-    def _reduce(self, reduce: Callable[[], None]) -> bool:
-        """All B of this rank are done: its gradients are summed up over the replicas, and clipped. Returns whether they may be used.
+    def _instructions(self) -> dict[Any, Callable[..., None]]:
+        """DeepSpeed's table from instruction to method, with `_reduce` around the reduction, which says whether there is a step."""
+        from deepspeed.runtime.pipe.schedule import OptimizerStep, ReduceGrads
+
+        table: dict[Any, Callable[..., None]] = dict(self._engine._INSTRUCTION_MAP)
+        reduce, update = table[ReduceGrads], table[OptimizerStep]
+
+        def _exec_reduce_grads(engine: Any, **options: Any) -> None:
+            self._reduce(lambda: reduce(engine, **options))
+
+        def _exec_optimizer_step(engine: Any, **options: Any) -> None:
+            if self._result.is_accepted:
+                update(engine, **options)
+            else:
+                engine.module.zero_grad(set_to_none=True)
+
+        return {**table, ReduceGrads: _exec_reduce_grads, OptimizerStep: _exec_optimizer_step}
+
+    def _reduce(self, reduce: Callable[[], None]) -> None:
+        """All B of this rank are done: its gradients are summed up over the replicas, and clipped; `_result` says whether they may be used.
 
         DeepSpeed's own clipping stays off: without ZeRO its norm is that of the first stage alone.
         """
@@ -194,27 +197,18 @@ class DeepSpeedEngine:
             reduce()
             self._step_seconds = ended - self._started + (time.perf_counter() - reduced) * (self._grid.replica > 1)
             norm = self._clip(self._config.optim.max_grad_norm or math.inf)
-        assert self._accepts is not None
         self._result = StepResult(loss, 0.0, norm, self._accepts(self._step, loss, norm))
         if not self._result.is_accepted and self._sharded is not None:
             self._sharded.drop_gradients()
-        return self._result.is_accepted
 
     def _clip(self, limit: float) -> float:
         """The norm over all stages, in which each weight counts once; the same on every rank."""
+        parameters = list(self.model.parameters())
         if self._sharded is not None:
-            weights = [parameter for _, parameter in self._model.named_parameters()]
-            return self._sharded.clip(weights, self._at.stage, limit, self._of_all)
+            return clip(self._sharded.gradients(), parameters, self._at.stage, limit, self._of_all)
         # The first replica's norms, for all: no replica may decide otherwise about a step than another.
-        first = [self._rank_of(stage, 0) for stage in range(self._grid.stage)]
-
-        def exchange(own: bytes) -> list[bytes]:
-            with self._naming_a_loss():
-                parts = all_gather_bytes(own, self._group)
-            return [parts[rank] for rank in first]
-
-        parameters = {self._at.stage: [parameter for _, parameter in self._model.named_parameters()]}
-        return float(clip_grad_norm(parameters, limit, exchange, self._device))
+        given = ((parameter.grad, parameter) for parameter in parameters if parameter.grad is not None)
+        return clip(given, parameters, self._at.stage, limit, self._of_all, are_counted=self._at.replica == 0)
 
     def _rank_of(self, stage: int, replica: int) -> int:
         return self._grid.rank_of(Coordinates(replica, stage, 0))
@@ -227,8 +221,7 @@ class DeepSpeedEngine:
     def _cut(self, batch: Batch) -> list[_Microbatch]:
         """Microbatches of one size, as DeepSpeed's buffers need: the last one of an evaluation is padded with rows that do not count.
 
-        Raises:
-            ValueError: inputs or targets are not one tensor.
+        Raises ValueError: inputs or targets are not one tensor.
         """
         if self._spec.take_batch is not None:
             batch = Batch(*self._spec.take_batch(*batch))
@@ -270,6 +263,38 @@ class DeepSpeedEngine:
             raise PipelineError(what_broke(str(error), self._rank, peer, where, f"{peer} in {where}")) from error
 
 
+@torch.no_grad()
+def clip(
+    gradients: Iterable[tuple[Tensor, Tensor]],
+    parameters: Iterable[Tensor],
+    stage: int,
+    limit: float,
+    of_all: Callable[[Any], list[Any]],
+    *,
+    are_counted: bool = True,
+) -> float:
+    """Scale the reduced gradients so that their norm over all stages is at most `limit`; return the norm before.
+
+    `gradients` are what this rank has of them, each with its parameter; they are not counted on a rank if another rank has the same.
+    `parameters` are those of the stage, in the model's order. `of_all` returns what each rank gives it, on every rank.
+    """
+    here = list(gradients)
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    own = [(numbers[id(one)], float(torch.linalg.vector_norm(piece))) for piece, one in here if are_counted]
+    pieces: dict[tuple[int, int], list[float]] = {}
+    for of_stage, norms in of_all((stage, own)):
+        for number, norm in norms:
+            pieces.setdefault((of_stage, number), []).append(norm)
+    # One piece is the gradient: then the norm is that of a model in one piece, bit for bit.
+    norms = [norms[0] if len(norms) == 1 else math.hypot(*norms) for _, norms in sorted(pieces.items())]
+    total = torch.linalg.vector_norm(torch.tensor(norms))
+    if math.isfinite(limit):
+        factor = torch.clamp(limit / (total + 1e-6), max=1.0)
+        for piece, _ in here:
+            piece.mul_(factor)
+    return float(total)
+
+
 def _settings(rows: int, num_microbatches: int, zero: int, precision: Precision) -> dict[str, Any]:
     """DeepSpeed's own configuration."""
     return {
@@ -287,24 +312,3 @@ def _settings(rows: int, num_microbatches: int, zero: int, precision: Precision)
         # Weights stay float32: its `bf16` mode without ZeRO saves what it cannot load.
         "torch_autocast": {"enabled": precision.autocast, "dtype": "bfloat16"},
     }
-
-
-def _instructions(engine: Any, reduce_all: Callable[[Callable[[], None]], bool]) -> dict[Any, Callable[..., None]]:
-    """DeepSpeed's table from instruction to method, with `reduce_all` around the reduction: it says whether there is a step."""
-    from deepspeed.runtime.pipe.schedule import OptimizerStep, ReduceGrads
-
-    table: dict[Any, Callable[..., None]] = dict(engine._INSTRUCTION_MAP)
-    reduce, update = table[ReduceGrads], table[OptimizerStep]
-    accepted = False
-
-    def _exec_reduce_grads(self: Any, **options: Any) -> None:
-        nonlocal accepted
-        accepted = reduce_all(lambda: reduce(self, **options))
-
-    def _exec_optimizer_step(self: Any, **options: Any) -> None:
-        if accepted:
-            update(self, **options)
-        else:
-            self.module.zero_grad(set_to_none=True)
-
-    return {**table, ReduceGrads: _exec_reduce_grads, OptimizerStep: _exec_optimizer_step}

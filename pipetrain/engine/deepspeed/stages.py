@@ -8,13 +8,14 @@ model's spec seeds for itself.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
+import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.utils import lazy_init_hp_params_optimizer_state
@@ -33,53 +34,28 @@ _BASE_SEED = 1 << 20
 _FIRST_FORWARD = 2  # where a layer is built, 1 stands instead
 
 
-class _Layer(LayerSpec):  # type: ignore[misc]
-    """A layer that only the rank of its stage builds."""
-
-    def __init__(self, spec: ModelSpec, number: int, seed: int) -> None:
-        super().__init__(nn.Module)
-        self._spec = spec
-        self._number = number
-        self._seed = seed
-
-    def build(self, log: bool = False) -> nn.Module:  # noqa: ARG002, the signature is DeepSpeed's
-        (layer,) = self._spec.build(self._number, self._number + 1, seed=self._seed)
-        return layer
-
-
-class Seeds:
-    """The seed of each layer's dropout in the step that runs; `first_microbatch` is this replica's first among those of all."""
-
-    def __init__(self, seed: int, device: torch.device, first_microbatch: int) -> None:
-        self.step = 0  # from 0, as a Pipeline counts
-        self._seed = seed
-        self._device = device
-        self._first_microbatch = first_microbatch
-
-    def __call__(self, number: int) -> None:
-        call, layer = divmod(number, _BASE_SEED)
-        if call >= _FIRST_FORWARD:
-            microbatch = self._first_microbatch + call - _FIRST_FORWARD
-            seed_generators(mix(self._seed, self.step, microbatch, layer), self._device)
-
-
 class StagedModule(PipelineModule):  # type: ignore[misc]
     """The layers, cut as the plan says. With recompute, each stage is one checkpointed region."""
 
     def __init__(
-        self, spec: ModelSpec, plan: Plan, policy: RecomputePolicy, grid: Grid, seed: int, seeds: Seeds
+        self, spec: ModelSpec, plan: Plan, policy: RecomputePolicy, grid: Grid, seed: int, device: torch.device
     ) -> None:
         assert spec.loss_fn is not None, "make_engine refuses a model without a loss"
-        self._plan = plan
+        self._plan, self._seed, self._device = plan, seed, device
+        self._at = grid.coordinates_of(dist.get_rank())
+        self.step = 0  # from 0, as a Pipeline counts
+        self.on_load: Callable[[], None] | None = None  # called when the weights have changed
+        own = plan.layers_of(self._at.stage)
+        elsewhere = [nn.Identity()] * plan.num_layers  # DeepSpeed uses only the layers of its rank
         super().__init__(
-            [_Layer(spec, number, seed) for number in range(spec.num_layers)],
+            [*elsewhere[: own.start], *spec.build(own.start, own.stop, seed=seed), *elsewhere[own.stop :]],
             # Ranks along the last axis are neighbours.
             topology=ProcessTopology(["pipe", "data"], [grid.stage, grid.replica])
             if grid.order == STAGE_REPLICA
             else ProcessTopology(["data", "pipe"], [grid.replica, grid.stage]),
             loss_fn=partial(weighted_loss, spec.loss_fn),
             seed_layers=True,
-            seed_fn=seeds,
+            seed_fn=self._seed_dropout,
             base_seed=_BASE_SEED,
             # The reentrant default recomputes nothing on the first stage, whose input needs no gradient.
             activation_checkpoint_func=non_reentrant_checkpoint,
@@ -88,40 +64,23 @@ class StagedModule(PipelineModule):  # type: ignore[misc]
         is_kept = self.stage_id == plan.num_stages - 1 and policy.last_stage is LastStage.AUTO
         self.activation_checkpoint_interval = 0 if policy.mode is Mode.NEVER or is_kept else plan.balance[self.stage_id]
 
+    def _seed_dropout(self, number: int) -> None:
+        """Seeds for a layer of a microbatch of the step that runs; replicas number their microbatches one after the other."""
+        call, layer = divmod(number, _BASE_SEED)
+        if call >= _FIRST_FORWARD:
+            microbatch = self._at.replica * self._plan.num_microbatches + call - _FIRST_FORWARD
+            seed_generators(mix(self._seed, self.step, microbatch, layer), self._device)
+
     def _partition_layers(self, method: str = "") -> None:  # noqa: ARG002, the signature is DeepSpeed's
         """DeepSpeed's own methods know equal numbers and balanced weights, and no list."""
-        self.parts = [self._plan.layers_of(stage).start for stage in range(self._plan.num_stages)] + [
-            self._plan.num_layers
-        ]
+        self.parts = list(accumulate(self._plan.balance, initial=0))
         self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
 
-    def start_step(self) -> None:
-        """Microbatches are counted from here."""
-        self.micro_offset = 0
-
-    @property
-    def layers(self) -> dict[int, nn.Module]:
-        """This rank's layers by their number in the whole model."""
-        return dict(zip(self._plan.layers_of(self.stage_id), self.forward_funcs))
-
-
-class StageModel:
-    """This rank's tensors under the whole model's names; `on_load` hears when they have changed."""
-
-    def __init__(self, layers: Mapping[int, nn.Module], on_load: Callable[[], None] | None) -> None:
-        self._layers = layers
-        self._on_load = on_load
-
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return list(weights.named_parameters(self._layers))
-
-    def state_dict(self) -> dict[str, Any]:
-        return weights.state_dict(self._layers)
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        weights.load_state_dict(self._layers, state)
-        if self._on_load is not None:
-            self._on_load()
+        """Load this rank's tensors from `state`, which may have those of the whole model."""
+        weights.load_state_dict(dict(zip(self._plan.layers_of(self.stage_id), self.forward_funcs)), state)
+        if self.on_load is not None:
+            self.on_load()
 
 
 def weighted_loss(loss_fn: LossFn, output: Tensor, label: tuple[Tensor, Tensor]) -> Tensor:
@@ -134,8 +93,6 @@ def weighted_loss(loss_fn: LossFn, output: Tensor, label: tuple[Tensor, Tensor])
 
 
 # ZeRO 1 -----------------------------------------------------------------------------------------------------------------
-
-_Norms = dict[int, float]  # by a parameter's number in its stage: the norm of what a replica has of its gradient
 
 
 class ShardedAdamW(ByWeight):
@@ -168,7 +125,7 @@ class ShardedAdamW(ByWeight):
         states = {}
         for flat, parameters in self._groups():
             state = self._zero.optimizer.state.get(flat, {})
-            self._link(flat, parameters)
+            lazy_init_hp_params_optimizer_state(parameters, flat, self._zero.optimizer.state)  # finds their pieces
             for parameter in parameters if state else ():
                 whole = {
                     key: parameter.get_full_hp_param(key) if value.dim() else value for key, value in state.items()
@@ -194,36 +151,11 @@ class ShardedAdamW(ByWeight):
                     state[key] = torch.zeros_like(flat if value.dim() else value)
                 if not value.dim():
                     state[key].copy_(value)
-            self._link(flat, parameters)
+            lazy_init_hp_params_optimizer_state(parameters, flat, self._zero.optimizer.state)  # finds their pieces
             for parameter, one in zip(parameters, given):
                 for key, value in one.items():
                     if value.dim():
                         parameter.set_full_hp_param(value, key)
-
-    @torch.no_grad()
-    def clip(self, weights: Sequence[Tensor], stage: int, limit: float, of_all: Callable[[Any], list[Any]]) -> float:
-        """Scales the reduced gradients so that their norm over all stages is at most `limit`; returns the norm before.
-
-        Args:
-            weights: this stage's parameters, in the model's order.
-            of_all: gives what each rank gives, on every rank.
-        """
-        numbers = {id(weight): number for number, weight in enumerate(weights)}
-        own: _Norms = {
-            numbers[id(weight)]: float(torch.linalg.vector_norm(piece)) for piece, weight in self._gradients()
-        }
-        pieces: dict[tuple[int, int], list[float]] = {}
-        for of_stage, norms in of_all((stage, list(own.items()))):
-            for number, norm in norms:
-                pieces.setdefault((of_stage, number), []).append(norm)
-        # One piece is the gradient: then the norm is that of a model in one piece, bit for bit.
-        norms = [norms[0] if len(norms) == 1 else math.hypot(*norms) for _, norms in sorted(pieces.items())]
-        total = torch.linalg.vector_norm(torch.tensor(norms))
-        if math.isfinite(limit):
-            factor = torch.clamp(limit / (total + 1e-6), max=1.0)
-            for piece, _ in self._gradients():
-                piece.mul_(factor)
-        return float(total)
 
     def drop_gradients(self) -> None:
         """The step is refused: what was reduced is not used."""
@@ -232,7 +164,7 @@ class ShardedAdamW(ByWeight):
         for number in self._zero.all_grad_tensors:
             self._zero.all_grad_tensors[number] = None
 
-    def _gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
         """What is here of the reduced gradients, and of which parameter it is."""
         for number, parameters in enumerate(self._zero.params_in_partition):
             pieces = self._zero.averaged_gradients[number]
@@ -241,7 +173,3 @@ class ShardedAdamW(ByWeight):
     def _groups(self) -> Iterator[tuple[Tensor, list[Any]]]:
         """Flat part and parameters of each."""
         yield from zip(self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups)
-
-    def _link(self, flat: Tensor, parameters: list[Any]) -> None:
-        """Lets each parameter find its pieces of the flat state that there is."""
-        lazy_init_hp_params_optimizer_state(parameters, flat, self._zero.optimizer.state)
