@@ -70,33 +70,32 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of such a file that are whole and have a step, as objects; none where there is no file."""
     if path.is_file():
         with path.open("rb") as file:
-            while line := file.readline(_MOST_LINE_BYTES):
-                with contextlib.suppress(ValueError):  # half a line: a process was killed while it wrote
-                    value = parse_json(line)
-                    if isinstance(value, dict) and type(value.get("step")) is int:
-                        yield value
+            yield from _parsed(iter(lambda: file.readline(_MOST_LINE_BYTES), b""))
 
 
 def spread_lines(path: Path, most: int) -> list[dict[str, Any]]:
-    """Some `most` lines of such a file, evenly over it, the last one included, without reading all of it; whole ones alone."""
+    """Some `most` lines of such a file, evenly over it, the last one included, without reading all of it; likewise."""
     if not path.is_file():
         return []
-    found: dict[int, bytes] = {}  # by where they start
+    found = []
     with path.open("rb") as file:
         length = file.seek(0, os.SEEK_END)
-        for at in (length * number // most for number in range(most)):
-            file.seek(max(at - 1, 0))
+        for at in range(0, length, max(length // most, 1)):
+            file.seek(at)
             if at:
-                file.readline()  # the rest of the line before
-            found.setdefault(file.tell(), file.readline())
+                file.readline()  # the rest of a line
+            found.append(file.readline())
         file.seek(max(0, length - _MOST_LINE_BYTES))
-        tail = file.read().splitlines(keepends=True)[-2:]  # the very last may be half a line
-    found |= {length - len(b"".join(tail[place:])): line for place, line in enumerate(tail)}
-    lines = []
-    for _, line in sorted(found.items()):
-        with contextlib.suppress(ValueError):
-            lines.append(parse_json(line))
-    return [line for line in lines if isinstance(line, dict)]
+        found += file.read().splitlines()[-2:]  # the very last may be half a line
+    return list({line["step"]: line for line in _parsed(found)}.values())
+
+
+def _parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        with contextlib.suppress(ValueError):  # half a line: a process was killed while it wrote
+            value = parse_json(line)
+            if isinstance(value, dict) and type(value.get("step")) is int:
+                yield value
 
 
 class EventFile:

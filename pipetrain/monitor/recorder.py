@@ -7,7 +7,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import asdict
 from typing import Any
 
@@ -21,9 +20,9 @@ from pipetrain.monitor.draw.page import slowest_of
 from pipetrain.monitor.draw.table import number
 from pipetrain.monitor.folder import RunFolder
 from pipetrain.monitor.lines import EventFile
+from pipetrain.monitor.measured_costs import measure_costs
 from pipetrain.monitor.recorded import RecordedSteps, layers_of_stages, page_of_run
 from pipetrain.monitor.report import RunReport, as_markdown, read_report, with_bytes, write_report
-from pipetrain.monitor.residuals import measure_costs
 from pipetrain.monitor.shown import Shown, title_of
 from pipetrain.monitor.step_report import Report, StepMetrics
 from pipetrain.monitor.trackers import Ending, Trackers, make_trackers
@@ -49,14 +48,12 @@ class Recorder:
         self._newest: deque[Sequence[Timeline]] = deque(maxlen=_PROFILED_STEPS)
         self._folder = folder
         self._keep = keep
-        self._stack = ExitStack()
-        self._events = self._stack.enter_context(closing(EventFile(folder.events(rank), rank, num_steps, first_step)))
+        self._events = EventFile(folder.events(rank), rank, num_steps, first_step)
         self.on_event = self._events  # the sink for this rank's events
         self.is_first = rank == 0
-        self._reporter = self._stack.enter_context(Reporter(num_steps, shown=config.progress and self.is_first))
+        self._reporter = _Reporter(num_steps, shown=config.progress and self.is_first)
         self._recorded = RecordedSteps(folder.recorded)
-        trackers = make_trackers(config, folder, first_step) if self.is_first else {}
-        self._trackers = self._stack.enter_context(closing(Trackers(trackers)))
+        self._trackers = Trackers(make_trackers(config, folder, first_step) if self.is_first else {})
 
     def start(
         self, config_text: str, config: Mapping[str, Any], *phases: tuple[Plan, Schedule], kinds: Sequence[str] = ()
@@ -146,10 +143,11 @@ class Recorder:
             return None
 
     def close(self) -> None:
-        self._stack.close()
+        for part in (self._trackers, self._reporter, self._events):
+            part.close()
 
 
-class Reporter(AbstractContextManager["Reporter"]):
+class _Reporter:
     """How far the run is, on stderr: a bar on a terminal, elsewhere a line for the first step, the last one, and one every few seconds.
     Nothing on a rank that is not to show it."""
 
@@ -164,7 +162,7 @@ class Reporter(AbstractContextManager["Reporter"]):
             self._task = self._bar.add_task("", total=num_steps)
             self._bar.start()
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
 

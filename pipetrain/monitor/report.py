@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipetrain.config.read_files import DamagedFile, fitted, read_object
+from pipetrain.config.read_files import DamagedFile, fitted
 from pipetrain.config.write_files import replace_file
 from pipetrain.monitor.draw.table import Table, number, size
-from pipetrain.monitor.residuals import FIRST_COMPARED_STEP, MEASURED_STEPS, measure_costs
+from pipetrain.monitor.folder import FORMAT_VERSION, read_current
+from pipetrain.monitor.measured_costs import FIRST_COMPARED_STEP, MEASURED_STEPS, measure_costs
 from pipetrain.monitor.shown import Shown, show_schedule
 from pipetrain.monitor.step_report import PerRank, Report, StepFigures, StepMetrics, perplexity_of
 from pipetrain.monitor.stragglers import Straggler
@@ -21,8 +22,6 @@ from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import Timeline
 from pipetrain.schedule.schedule import Schedule
-
-FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -79,12 +78,8 @@ def read_report(path: Path) -> RunReport:
     Raises:
         ValueError: there is none, or another version wrote it; DamagedFile: it is no report.
     """
-    if not path.is_file():
-        raise ValueError(f"{path}: there is no report; the run is still going on, or it failed")
     todo = "its run's metrics.jsonl may still be whole"
-    values = read_object(path, todo)
-    if (version := values.get("format_version")) != FORMAT_VERSION:
-        raise ValueError(f"{path}: format_version={version}, this pipetrain reads {FORMAT_VERSION}")
+    values = read_current(path, "there is no report; the run is still going on, or it failed", todo)
     try:
         report: RunReport = fitted(RunReport, values)
     except ValueError as error:
@@ -231,9 +226,9 @@ def _phase_totals(report: RunReport) -> Table:
     return Table(head, rows, words=words_of(head))
 
 
-def most(of_ranks: PerRank) -> float | None:
+def most(of_ranks: PerRank | None) -> float | None:
     """The largest value of any rank; None where none is known."""
-    return max((value for value in of_ranks if value is not None), default=None)
+    return max((value for value in of_ranks or () if value is not None), default=None)
 
 
 def _steps_of(report: RunReport) -> str:
@@ -302,17 +297,19 @@ def measured_and_predicted(
 
 def with_bytes(costs: Costs, last: Report) -> Costs:
     """With what a microbatch took in `last`: of several stages of a rank each is charged as the largest."""
-    if not any(last.set_bytes):
+    holders = {stage: report for report in last.of_ranks if report.replica == 0 for stage in report.stages}
+    if not any(last.per_rank("set_bytes")) or len(holders) != costs.num_stages:  # or nobody said who holds what
         return costs
-    ranks = {stage: where.rank for where in last.ranks if where.replica == 0 for stage in where.stages}
-    if len(ranks) != costs.num_stages:  # whoever made the report did not say who holds what
-        return costs
-    sizes = {
-        name: tuple(float(getattr(last, name)[ranks[stage]]) for stage in range(costs.num_stages))
-        for name in ("set_bytes", "input_bytes", "kept_bytes")
-    }
+
+    def bytes_of(name: str) -> tuple[float, ...]:
+        return tuple(float(getattr(holders[stage], name)) for stage in range(costs.num_stages))
+
+    kept = bytes_of("kept_bytes")
     return replace(
-        costs, **{name: of_stages for name, of_stages in sizes.items() if name != "kept_bytes" or any(of_stages)}
+        costs,
+        set_bytes=bytes_of("set_bytes"),
+        input_bytes=bytes_of("input_bytes"),
+        kept_bytes=kept if any(kept) else costs.kept_bytes,
     )
 
 
@@ -338,7 +335,7 @@ def make_report(
     compared = [step for step in metrics if step.step >= first_step - 1 + FIRST_COMPARED_STEP]
     settled = compared or metrics
 
-    held: dict[str, Any] = {name: getattr(last.ops, name, ()) for name in _HELD}
+    held: dict[str, Any] = {name: last.ops.per_rank(name) for name in _HELD} if last.ops else {}
 
     def median(name: str) -> float | None:
         return _median(getattr(step, name) for step in settled)
@@ -361,7 +358,9 @@ def make_report(
         recompute_hidden_seconds=medians("recompute_hidden_seconds"),
         recompute_exposed_seconds=medians("recompute_exposed_seconds"),
         peak_activation_bytes=peak_activation_bytes(metrics),
-        peak_activation_bytes_never=last.ops.peak_activation_bytes_never if last.ops else (None,) * last.num_ranks,
+        peak_activation_bytes_never=last.ops.per_rank("peak_activation_bytes_never")
+        if last.ops
+        else (None,) * last.num_ranks,
         mfu=median("mfu"),
         deferred_share=tuple(rank.deferred_share for rank in last.ops.breakdown) if last.ops else (),
         first_step=first_step,

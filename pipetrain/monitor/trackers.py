@@ -94,7 +94,7 @@ class JsonLines(Tracker):
         self._files = [LineFile(file, first_step) for file in files]
 
     def step(self, metrics: StepMetrics) -> None:
-        self._files[0].write([json.dumps(asdict(metrics)) + "\n"])
+        self._files[0].write([json.dumps({"step": metrics.step, **asdict(metrics)}) + "\n"])
 
     def evaluated(self, step: int, heldout_loss: float) -> None:
         self._files[1].write([json.dumps({"step": step, "heldout_loss": heldout_loss}) + "\n"])
