@@ -27,22 +27,20 @@ class LineFile:
     """
 
     def __init__(self, path: Path, first_step: int = 1) -> None:
-        _keep_before(path, first_step)
         self._path = path
-        self._file = open_to_append(path)
-        self._size = path.stat().st_size
         self._failed = False
+        _keep_before(path, first_step)
+        self._file = open_to_append(path)
 
     def write(self, lines: Iterable[str]) -> None:
         """Appends `lines`, which end with a line break each."""
-        data = "".join(lines).encode()
+        data, size = "".join(lines).encode(), os.fstat(self._file.fileno()).st_size
         try:
             if self._file.write(data) != len(data):
                 raise OSError("No space left on device")
-            self._size += len(data)
         except OSError as error:
             with contextlib.suppress(OSError):
-                self._file.truncate(self._size)  # no half of a line
+                self._file.truncate(size)  # no half of a line
             if not self._failed:
                 self._failed = True
                 reason = error.strerror or error
@@ -54,7 +52,6 @@ class LineFile:
         with contextlib.suppress(OSError):  # a full disk: the lines come twice
             _keep_before(self._path, first_step)
         self._file = open_to_append(self._path)
-        self._size = self._path.stat().st_size
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -80,7 +77,7 @@ def spread_lines(path: Path, most: int) -> list[dict[str, Any]]:
     found = []
     with path.open("rb") as file:
         length = file.seek(0, os.SEEK_END)
-        for at in range(0, length, max(length // most, 1)):
+        for at in (length * number // most for number in range(most)):
             file.seek(at)
             if at:
                 file.readline()  # the rest of a line

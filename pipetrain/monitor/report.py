@@ -236,29 +236,31 @@ def _steps_of(report: RunReport) -> str:
 
 
 def _rank_totals(report: RunReport) -> Table:
-    """Recomputation and memory, a column per rank."""
-    shares = [share or 0.0 for share in report.deferred_share]
-    is_replicated = num_replicas_of(report.ranks) > 1
-    rows = [
-        *([("replica", *(str(where.replica) for where in report.ranks))] if is_replicated else []),
-        *([("stages", *(" ".join(map(str, where.stages)) for where in report.ranks))] if is_replicated else []),
-        ("recompute hidden", *(number(value, "{:.4f} s") for value in report.recompute_hidden_seconds)),
-        ("recompute exposed", *(number(value, "{:.4f} s") for value in report.recompute_exposed_seconds)),
-        *([("backward deferred to W", *(f"{share:.0%}" for share in shares))] if any(shares) else []),
-        ("peak activations", *map(size, report.peak_activation_bytes)),
-        *(
-            [("foreseen by the profile", *map(size, foreseen))]
-            if (foreseen := report.peak_activation_bytes_predicted)
-            else []
-        ),
-        ("without recomputation", *map(size, report.peak_activation_bytes_never)),
-        *([("set of a microbatch", *map(size, report.set_bytes))] if report.set_bytes else []),
-        *([("its input, held for R", *map(size, report.input_bytes))] if report.input_bytes else []),
-        *([("its outputs kept for R", *map(size, report.kept_bytes))] if any(report.kept_bytes) else []),
-        *([("sets in host memory", *map(size, report.host_bytes))] if any(report.host_bytes) else []),
-    ]
+    """Recomputation and memory, a column per rank; without the rows of which nothing is known, or which are 0 on each rank."""
+
+    def sizes(of_ranks: PerRank, *, rare: bool = False) -> list[str]:
+        return [] if rare and not any(of_ranks) else list(map(size, of_ranks))
+
+    places = report.ranks if num_replicas_of(report.ranks) > 1 else ()
+    rows = {
+        "replica": [str(where.replica) for where in places],
+        "stages": [" ".join(map(str, where.stages)) for where in places],
+        "recompute hidden": [number(value, "{:.4f} s") for value in report.recompute_hidden_seconds],
+        "recompute exposed": [number(value, "{:.4f} s") for value in report.recompute_exposed_seconds],
+        "backward deferred to W": [
+            f"{share or 0:.0%}" for share in report.deferred_share if any(report.deferred_share)
+        ],
+        "peak activations": sizes(report.peak_activation_bytes),
+        "foreseen by the profile": sizes(report.peak_activation_bytes_predicted),
+        "without recomputation": sizes(report.peak_activation_bytes_never),
+        "set of a microbatch": sizes(report.set_bytes),
+        "its input, held for R": sizes(report.input_bytes),
+        "its outputs kept for R": sizes(report.kept_bytes, rare=True),
+        "sets in host memory": sizes(report.host_bytes, rare=True),
+    }
+    known = {name: cells for name, cells in rows.items() if cells}
     head = ("", *(f"rank {rank}" for rank in range(len(report.peak_activation_bytes))))
-    return Table(head, rows, words=words_of(name for name, *_ in rows))
+    return Table(head, [(name, *cells) for name, cells in known.items()], words=words_of(known))
 
 
 # From what the steps did to the report ----------------------------------------------------------------------------

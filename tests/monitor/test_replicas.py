@@ -283,6 +283,7 @@ def test_trackers_get_the_step_of_the_slowest_replica(tmp_path: pathlib.Path) ->
     told = []
     listener = Tracker()
     listener.finish = told.append  # type: ignore[assignment, method-assign]
+    recorder._trackers.close()
     recorder._trackers = Trackers({"listener": listener})
     recorder.finish(FOUR, measured, predicted, report)
     recorder.close()

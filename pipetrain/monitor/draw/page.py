@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any, NamedTuple
 
 from pipetrain.config.read_files import fitted
@@ -165,22 +166,7 @@ def tables_html(sections: Iterable[Section]) -> str:
 
 def drawing(data: str, picker: str = "recorded step") -> str:
     """The part that timeline.js fills from `data`, the text of `drawing_data`. `picker`: what the list of steps is called."""
-    return f"""<div id="drawing">
-<div class="tools"><span id="picker"><label>{picker} <select id="step" aria-label="{picker}"></select></label></span>
-<span><button id="closer" aria-label="zoom in">+</button> <button id="farther" aria-label="zoom out">&minus;</button>
-<button id="whole">whole step</button></span>
-<label><input type="checkbox" id="lanes"> a row per lane</label>
-<span class="tools" id="legend"></span></div>
-<canvas id="steps" tabindex="0" role="img" aria-label="Ops of each rank over time; arrow keys choose an op, whose facts follow" aria-describedby="chosen"></canvas>
-<p class="faint help">Click an op, or use the arrow keys: its facts stand here. Drag moves, Ctrl and wheel, double click or + and - zoom, 0 shows the whole step, [ and ]
-pick another step. Paler boxes are of a later stage of the same rank.</p>
-<div id="chosen" role="status" aria-live="polite"></div>
-<h2>Memory per rank</h2><canvas id="memory" role="img" aria-label="What each rank holds over time" aria-describedby="memory-words"></canvas>
-<p class="faint" id="memory-words"></p>
-<h2>Busy and idle time, by cause</h2><p class="faint" id="bars-of"></p><div class="bars" id="bars"></div><div class="causes" id="causes"></div>
-<div id="over"><h2>Over the steps</h2><div class="charts" id="charts"></div></div>
-<div id="tip"></div></div>
-<script type="application/json" id="data">{data}</script>"""
+    return Template((_HERE / "timeline.html").read_text()).substitute(data=data, picker=picker)
 
 
 def rank_numbers(shown: Sequence[Shown], names: Sequence[str]) -> list[Section]:
