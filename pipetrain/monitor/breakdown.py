@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Generic, TypeVar
@@ -119,7 +120,7 @@ class RankBreakdown(Bubble[float]):
 
     @property
     def bubble_seconds(self) -> float:
-        return sum(getattr(self, cause) for cause in CAUSES)
+        return math.fsum(getattr(self, cause) for cause in CAUSES)
 
 
 def break_down(schedule: Schedule, timeline: Timeline) -> tuple[RankBreakdown, ...]:

@@ -128,9 +128,8 @@ class Shown:
             peaks.append(max(held, default=0))
         return peaks
 
-    def later_stages(self, rank: int) -> tuple[int, ...]:
-        """All stages of `rank` but its first: pictures have to tell them apart."""
-        return tuple(stage for stage, holder in enumerate(self.schedule.stage_ranks) if holder == rank)[1:]
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(stage for stage, holder in enumerate(self.schedule.stage_ranks) if holder == rank)
 
     def exposed(self, rank: int) -> list[tuple[float, float]]:
         """When the recomputation of `rank` kept the next op from running."""

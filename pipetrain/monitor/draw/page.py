@@ -244,40 +244,35 @@ def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
 
 def panel_of(one: Shown, name: str, *, peak: Sequence[float | None] = (), limit: Sequence[float | None] = ()) -> Panel:
     """One schedule or step. `peak`: bytes of activations measured per rank; `limit`: bytes that its device has."""
-    schedule, costs, start = one.schedule, one.costs, one.start
-    ranks = range(schedule.num_ranks)
-    of_rank = [one.timeline.of_rank(rank) for rank in ranks]
+    schedule, costs = one.schedule, one.costs
+    of_rank = [one.timeline.of_rank(rank) for rank in range(schedule.num_ranks)]
     in_bytes = bool(costs.set_bytes and costs.input_bytes)
     held = [
         bytes_over_time(schedule, events, costs) if in_bytes else sets_over_time(schedule, events) for events in of_rank
     ]
     fields = ["busy_seconds", *(cause.field for cause in CAUSES.values())]
+
+    def at(moment: float) -> float:
+        return _rounded(moment - one.start)
+
     return {
         "name": name,
         "facts": one.facts,
         "seconds": _rounded(one.step_seconds),
-        "ranks": [one.rank_name(rank) for rank in ranks],
-        "rank_stages": [
-            [stage for stage, holder in enumerate(schedule.stage_ranks) if holder == rank] for rank in ranks
-        ],
+        "ranks": [one.rank_name(rank) for rank in range(schedule.num_ranks)],
+        "rank_stages": [one.stages_of(rank) for rank in range(schedule.num_ranks)],
         "beside": any(ran_beside(event for event in events if event.op.kind.computes) for events in of_rank),
         "ops": [
-            [
-                rank,
-                _LANES.index(event.lane),
-                str(event.op),
-                _rounded(event.start - start),
-                _rounded(event.end - event.start),
-            ]
-            for rank in ranks
-            for event in of_rank[rank]
+            [event.rank, _LANES.index(event.lane), str(event.op), at(event.start), _rounded(event.end - event.start)]
+            for events in of_rank
+            for event in events
         ],
         "exposed": [
-            [rank, _rounded(begin - start), _rounded(end - start)] for rank in ranks for begin, end in one.exposed(rank)
+            [rank, at(begin), at(end)] for rank in range(schedule.num_ranks) for begin, end in one.exposed(rank)
         ],
         "parts": [[_rounded(getattr(rank, field)) for field in fields] for rank in one.breakdown],
         # Changes at one moment count as one: a set that takes another's place.
-        "held": [[[_rounded(time - start), amount] for time, amount in dict(curve).items()] for curve in held],
+        "held": [[[at(time), amount] for time, amount in dict(curve).items()] for curve in held],
         "bytes": in_bytes,
         "input": list(costs.input_bytes) if in_bytes else [],
         "set": list(costs.set_bytes) if in_bytes else [],

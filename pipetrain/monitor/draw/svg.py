@@ -89,7 +89,7 @@ def _boxes(one: Shown, rank: int, row: _Row, several: bool) -> list[str]:
         upper = round(_ROW * 0.6)
         rows = dict.fromkeys(Lane, replace(row, height=upper - 1))
         rows[Lane.RECOMPUTE] = exposed = replace(row, y=row.y + upper, height=_ROW - upper)
-    pieces, later = [], one.later_stages(rank)
+    pieces, later = [], one.stages_of(rank)[1:]
     for event in events:
         data = f'class="op" data-microbatch="{event.op.microbatch}"'
         filled = f'rx="3" fill="{looks_of(event.op.kind).fill}">{_title(event, row.start)}'
