@@ -213,10 +213,9 @@ def _idle_between(
         copied = [ends.get(one, before) for one in schedule.waits.get(event.op, ()) if one.kind.row.lane in COPY_LANES]
         found["wait_copy_seconds"] += idle_until(min(max(copied, default=before), event.start))
         left = idle_until(event.start)
-        accounts["handover_seconds"] = max(
-            accounts["handover_seconds"] - missing, 0.0
-        )  # although the message was there
         for name, seconds in accounts.items():
+            if name == "handover_seconds":
+                seconds = max(seconds - missing, 0.0)  # waited although the message was there
             taken = min(left, seconds)
             found[name], left = found[name] + taken, left - taken
         found["unexplained_seconds"] += left

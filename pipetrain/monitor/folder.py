@@ -116,17 +116,16 @@ def reserve_folder(run_dir: str | None, experiment: str) -> RunFolder:
     Raises:
         ValueError: it cannot be made.
     """
-    while True:
-        folder = choose_folder(run_dir, experiment)
-        try:
-            folder.path.mkdir(mode=_MODE, parents=True, exist_ok=run_dir is not None)
-        except FileExistsError:
-            if run_dir is None:
-                continue  # another run has just taken the name
-            raise ValueError(f"run_dir={run_dir}: this is a file; choose a folder that may be new") from None
-        except OSError as error:
-            raise ValueError(f"run_dir={folder.path}: the folder cannot be made ({error.strerror})") from error
-        return folder
+    folder = choose_folder(run_dir, experiment)
+    try:
+        folder.path.mkdir(mode=_MODE, parents=True, exist_ok=run_dir is not None)
+    except FileExistsError:
+        if run_dir is None:
+            return reserve_folder(run_dir, experiment)  # another run has just taken the name
+        raise ValueError(f"run_dir={run_dir}: this is a file; choose a folder that may be new") from None
+    except OSError as error:
+        raise ValueError(f"run_dir={folder.path}: the folder cannot be made ({error.strerror})") from error
+    return folder
 
 
 def find_folder(run: str) -> RunFolder:

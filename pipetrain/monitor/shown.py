@@ -8,13 +8,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from pipetrain.monitor.breakdown import (
-    RankBreakdown,
-    break_down,
-    bubble_fraction,
-    bytes_over_time,
-    exposed_intervals,
-)
+from pipetrain.monitor.breakdown import RankBreakdown, break_down, bubble_fraction, bytes_over_time, exposed_intervals
 from pipetrain.monitor.draw.table import count_of, number
 from pipetrain.plan.mesh import RankPlace
 from pipetrain.schedule.alive import OPENS_STASH, ends_stash

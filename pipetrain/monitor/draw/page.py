@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipetrain.config.read_files import fitted
 from pipetrain.config.terminal import printable
@@ -28,45 +28,21 @@ from pipetrain.schedule.op import Kind, Lane
 
 _HERE = Path(__file__).parent
 _READY = "has all that its next op needs"
-_OTHERS = "runs others or another thread holds Python's lock"
 _COPY = "a set to come back from host memory, or for the copy that frees a place"
-
-
-class Cause(NamedTuple):
-    """A cause of the bubble: its field of the breakdown, what the rank does meanwhile, its colour."""
-
-    field: str
-    words: str
-    fill: str
-
-
-# By the head of its column.
+_MACHINE = "its machine runs others or another thread holds Python's lock"
+# Of each cause of the bubble: the head of its column, the field of the breakdown, what the rank does meanwhile.
 CAUSES = {
-    "fill": Cause("fill_seconds", "has not started its first op", "#dcb64c"),
-    "drain": Cause("drain_seconds", "has ended its last op", "#8d7bc3"),
-    "reduce": Cause("reduce_exposed_seconds", "adds up gradients after the last op of any rank", "#6b7280"),
-    "wait F": Cause("wait_activation_seconds", "waits for an activation of the stage before", "#e07a5f"),
-    "wait B": Cause("wait_gradient_seconds", "waits for a gradient of the stage after", "#c2477f"),
-    "copy": Cause("wait_copy_seconds", f"waits for {_COPY}", "#9a6fb0"),
-    "imbalance": Cause("imbalance_seconds", "has less work than the busiest rank, which no order avoids", "#5f9ea0"),
-    "host": Cause("host_seconds", f"{_READY}, and is on the way to it", "#b5838d"),
-    "hand-over": Cause("handover_seconds", f"{_READY}, and the thread that computes has not been woken yet", "#7f9c96"),
-    "machine": Cause("machine_seconds", f"{_READY}, and is not run, as its machine {_OTHERS}", "#3d405b"),
-    "unexplained": Cause("unexplained_seconds", f"{_READY}, and runs nothing", "#a40e26"),
-}
-# What to try against it.
-_TRIES = {
-    "fill": "more microbatches, or more stages per rank",
-    "drain": "more microbatches, or more stages per rank",
-    "reduce": "recompute.segments, for smaller buckets",
-    "wait F": "transport.prefetch, pipeline.warmup, or faster links",
-    "wait B": "recompute.mode=overlap if it is another, or pipeline.split_backward=true",
-    "copy": "more recompute.sets, or recompute.offload=auto",
-    "imbalance": "another pipeline.balance",
-    "host": "larger microbatches, or fewer of them",
-    "hand-over": "an idle machine, larger microbatches, or fewer of them",
-    "machine": "an idle machine, or fewer ranks on it",
-    "unexplained": "layers that do not wait for the device",
+    "fill": ("fill_seconds", "has not started its first op"),
+    "drain": ("drain_seconds", "has ended its last op"),
+    "reduce": ("reduce_exposed_seconds", "adds up gradients after the last op of any rank"),
+    "wait F": ("wait_activation_seconds", "waits for an activation of the stage before"),
+    "wait B": ("wait_gradient_seconds", "waits for a gradient of the stage after"),
+    "copy": ("wait_copy_seconds", f"waits for {_COPY}"),
+    "imbalance": ("imbalance_seconds", "has less work than the busiest rank, which no order avoids"),
+    "host": ("host_seconds", f"{_READY}, and is on the way to it"),
+    "hand-over": ("handover_seconds", f"{_READY}, and the thread that computes has not been woken yet"),
+    "machine": ("machine_seconds", f"{_READY}, and is not run, as {_MACHINE}"),
+    "unexplained": ("unexplained_seconds", f"{_READY}, and runs nothing"),
 }
 _LANES = list(Lane)
 Panel = dict[str, Any]
@@ -216,7 +192,7 @@ _RARE = ("reduce", "copy", "host", "hand-over", "machine")  # causes that have a
 
 def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
     """A line per rank: busy seconds, the bubble by cause, R hidden and exposed, most sets alive."""
-    causes = {head: [getattr(rank, cause.field) for rank in breakdown] for head, cause in CAUSES.items()}
+    causes = {head: [getattr(rank, field) for rank in breakdown] for head, (field, _) in CAUSES.items()}
     columns = {
         "busy": [rank.busy_seconds for rank in breakdown],
         **{head: seconds for head, seconds in causes.items() if any(seconds) or head not in _RARE},
@@ -226,7 +202,7 @@ def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
     }
     words = {
         "busy": "The rank computes. All columns up to unexplained add up to the step.",
-        **{head: f"The rank {CAUSES[head].words}." for head in causes if head in columns},
+        **{head: f"The rank {words}." for head, (_, words) in CAUSES.items() if head in columns},
         "R hidden": "Recomputation that cost no time: the rank would have waited.",
         "R exposed": "Recomputation for which the next op had to wait.",
         "peak sets": "Most sets of activations alive at once.",
@@ -250,7 +226,7 @@ def panel_of(one: Shown, name: str, *, peak: Sequence[float | None] = (), limit:
     held = [
         bytes_over_time(schedule, events, costs) if in_bytes else sets_over_time(schedule, events) for events in of_rank
     ]
-    fields = ["busy_seconds", *(cause.field for cause in CAUSES.values())]
+    fields = ["busy_seconds", *(field for field, _ in CAUSES.values())]
 
     def at(moment: float) -> float:
         return _rounded(moment - one.start)
@@ -303,10 +279,7 @@ def drawing_data(
             for kind in Kind
             if (looks := LOOKS.get(kind.row.looks or "")) is not None
         },
-        "causes": [
-            {"name": name, "words": cause.words, "tries": _TRIES[name], "fill": cause.fill}
-            for name, cause in CAUSES.items()
-        ],
+        "causes": [{"name": name, "words": words} for name, (_, words) in CAUSES.items()],
         "fixed": list(fixed),
         "steps": list(steps),
         "stages": list(stages),
