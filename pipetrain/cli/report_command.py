@@ -63,10 +63,9 @@ def _compare(folders: Sequence[RunFolder], arguments: Arguments) -> int:
     if out is not None:
         ending_of(out, _FORMATS)
     runs, problems = _read_runs(folders)
-    table = _table(runs)
-    present(arguments, table.as_markdown if runs else str, lambda: [run.as_json() for run in runs])
+    present(arguments, lambda: _table(runs).as_markdown() if runs else "", lambda: [run.as_json() for run in runs])
     if runs and out is not None:
-        _write_plot(runs, table, out)
+        _write_plot(runs, out)
     for problem in problems:
         refuse(problem)
     return Exit.WRONG_INPUT if problems else Exit.DONE
@@ -116,28 +115,29 @@ def _read_runs(folders: Sequence[RunFolder]) -> tuple[list[_ComparedRun], list[s
 
 
 def _table(runs: Sequence[_ComparedRun]) -> Table:
-    """A line per run."""
-    head = (
-        *("run", "experiment", "differs in", "steps", "loss", "held-out", "tokens/s", "step"),
-        *("bubble", "exposed R", "peak activations"),
-    )
+    """A line per run; there is one at least."""
     rows = [
-        (
-            *(run.name, report.experiment, _words(run.differs) or "-", str(report.steps)),
-            *(number(report.loss, "{:.3f}"), number(report.heldout_loss, "{:.3f}")),
-            number(report.tokens_per_second, "{:,.0f}"),
-            number(report.step_seconds_measured, "{:.4f} s"),
-            number(report.bubble_fraction, "{:.1%}"),
-            number(sum(value or 0.0 for value in report.recompute_exposed_seconds), "{:.4f} s"),
-            size(most(report.peak_activation_bytes)),
-        )
+        {
+            "run": run.name,
+            "experiment": report.experiment,
+            "differs in": _words(run.differs) or "-",
+            "steps": str(report.steps),
+            "loss": number(report.loss, "{:.3f}"),
+            "held-out": number(report.heldout_loss, "{:.3f}"),
+            "tokens/s": number(report.tokens_per_second, "{:,.0f}"),
+            "step": number(report.step_seconds_measured, "{:.4f} s"),
+            "bubble": number(report.bubble_fraction, "{:.1%}"),
+            "exposed R": number(sum(value or 0.0 for value in report.recompute_exposed_seconds), "{:.4f} s"),
+            "peak activations": size(most(report.peak_activation_bytes)),
+        }
         for run, report in ((run, run.report) for run in runs)
     ]
-    return Table(head, rows, left=frozenset({0, 1, 2}), words=words_of(head))
+    values = [tuple(row.values()) for row in rows]
+    return Table(tuple(rows[0]), values, left=frozenset({0, 1, 2}), words=words_of(rows[0]))
 
 
-def _write_plot(runs: Sequence[_ComparedRun], table: Table, path: Path) -> None:
-    """Losses over steps, a curve per run, in the format that the name of `path` asks for; on a page above the `table`."""
+def _write_plot(runs: Sequence[_ComparedRun], path: Path) -> None:
+    """Losses over steps, a curve per run, in the format that the name of `path` asks for; on a page above their table."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -159,7 +159,7 @@ def _write_plot(runs: Sequence[_ComparedRun], table: Table, path: Path) -> None:
     if path.suffix == ".html":
         picture = drawn[drawn.index(b"<svg") :].decode()  # without the head of an XML file
         title, caption = "Runs compared", paragraph("Loss of each step, in nats per token.")
-        drawn = page(title, heading(title, level=1), caption, picture, table.as_html()).encode()
+        drawn = page(title, heading(title, level=1), caption, picture, _table(runs).as_html()).encode()
     with writing(f"--out={path}"):
         path.write_bytes(drawn)
 

@@ -207,9 +207,7 @@ class NativeEngine:
 
     def gather_report(self) -> StepFigures | None:
         report = self._pipeline.gather_report()
-        return (
-            None if report is None else StepFigures(report.step_seconds, report.per_rank("peak_memory_bytes"), report)
-        )
+        return None if report is None else StepFigures.of(report)
 
     def weights(self) -> Mapping[str, Tensor]:
         return self._pipeline.state_dict()

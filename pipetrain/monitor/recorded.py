@@ -76,13 +76,13 @@ class RecordedSteps:
         predicted_from: range,
     ) -> None:
         """Writes the last step too, what was predicted from the steps `predicted_from`, and what stands below the drawing."""
-        names, fixed = self._keep(report.steps, measured, last), []
+        names, shown, fixed = self._keep(report.steps, measured, last), [*measured], []
         if predicted is not None:
             first, stop = predicted_from.start, predicted_from.stop - 1
-            names = [f"Predicted from the op times of steps {first} to {stop}", *names]
+            names, shown = [f"Predicted from the op times of steps {first} to {stop}", *names], [predicted, *shown]
             fixed = [panel_of(predicted, names[0], limit=last.per_rank("limit_bytes"))]
         clocks = max(last.per_rank("clock_error_seconds"))
-        self._write(path, fixed, run_sections(report, measured, names, predicted, clocks))
+        self._write(path, fixed, run_sections(report, shown, names, clocks))
 
     def _keep(self, step: int, measured: Sequence[Shown], report: Report) -> list[str]:
         """Adds the step; returns the names of its panels, one per replica."""

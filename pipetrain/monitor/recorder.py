@@ -117,21 +117,20 @@ class Recorder:
     def finish(
         self, report: RunReport, measured: Sequence[Shown], predicted: Shown | None, last: Report | None
     ) -> None:
-        """Writes the report, and the steps predicted and measured `last`, of each replica. Without `measured` no timeline.html and
+        """Writes the report, and the steps predicted and measured `last`, of each replica. Without `last` no timeline.html and
         no profile.json. The report of a phase goes into the phase's folder, and to no tracker."""
         folder = self._folder if report.phase is None else self._folder.phase(report.phase)
         write_report(folder.report, report)
         replace_file(folder.report_text, as_markdown(report))
-        if not measured or last is None:
+        if last is None:
             return
         costs = with_bytes(measure_costs(last.schedule.num_stages, self._newest or [last.timelines]), last)
         replace_file(folder.profile, Profile(costs, last.schedule.num_microbatches).as_json())
         self._recorded.finish(folder.recorded, report, last, measured, predicted, self._keep)
         drawn = page_of_run(folder.recorded, self._folder.metrics)
         replace_file(folder.timeline, drawn)
-        slowest = measured[slowest_of(measured)]
-        pictures = [slowest] if predicted is None else [predicted, slowest]
         if report.phase is None:
+            pictures = [*([] if predicted is None else [predicted]), measured[slowest_of(measured)]]
             ending = Ending(report, pictures, drawn)
             self._trackers.tell(lambda tracker: tracker.finish(ending))
 

@@ -204,26 +204,24 @@ def _totals(report: RunReport) -> Table:
 
 def _phase_totals(report: RunReport) -> Table:
     """A line per phase."""
-    header = ("phase", "steps", "batch", "microbatches", "recompute", "step measured", "predicted", "bubble")
     rows = [
-        (
-            str(one.phase),
-            _steps_of(one).removeprefix("steps "),
-            f"{one.batch_size} x {one.sequence_length}",
-            str(one.num_microbatches),
-            one.recompute_mode,
-            number(one.step_seconds_measured, "{:.4f} s"),
-            number(one.step_seconds_predicted, "{:.4f} s"),
-            number(one.bubble_fraction, "{:.1%}"),
-            number(most(one.recompute_exposed_seconds), "{:.4f} s"),
-            size(most(one.peak_activation_bytes)),
-            number(one.loss, "{:.3f}"),
-            number(one.heldout_loss, "{:.3f}"),
-        )
+        {
+            "phase": str(one.phase),
+            "steps": _steps_of(one).removeprefix("steps "),
+            "batch": f"{one.batch_size} x {one.sequence_length}",
+            "microbatches": str(one.num_microbatches),
+            "recompute": one.recompute_mode,
+            "step measured": number(one.step_seconds_measured, "{:.4f} s"),
+            "predicted": number(one.step_seconds_predicted, "{:.4f} s"),
+            "bubble": number(one.bubble_fraction, "{:.1%}"),
+            "R exposed, most": number(most(one.recompute_exposed_seconds), "{:.4f} s"),
+            "peak activations, most": size(most(one.peak_activation_bytes)),
+            "loss": number(one.loss, "{:.3f}"),
+            "held-out loss": number(one.heldout_loss, "{:.3f}"),
+        }
         for one in report.phases
     ]
-    head = (*header, "R exposed, most", "peak activations, most", "loss", "held-out loss")
-    return Table(head, rows, words=words_of(head))
+    return Table(tuple(rows[0]), [tuple(row.values()) for row in rows], words=words_of(rows[0]))
 
 
 def most(of_ranks: PerRank | None) -> float | None:

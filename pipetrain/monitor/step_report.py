@@ -141,6 +141,10 @@ class StepFigures:
     def num_ranks(self) -> int:
         return len(self.peak_memory_bytes)
 
+    @staticmethod
+    def of(ops: Report) -> StepFigures:
+        return StepFigures(ops.step_seconds, ops.per_rank("peak_memory_bytes"), ops)
+
 
 PerRank = tuple[float | None, ...]
 

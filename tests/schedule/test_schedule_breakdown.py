@@ -124,7 +124,7 @@ def test_inputs_are_the_share_of_a_set_that_they_are() -> None:
     assert counted.peak_sets_with_inputs() == (1 + 3 * 0.25, 1 + 3 * 0.5, 1)
     assert counted.as_json()["peak_sets_with_inputs"] == [1.75, 2.5, 1]
     assert counted.step_seconds == without.step_seconds
-    table = schedules_table([without, counted], ("plain", "counted")).as_text()
+    table = schedules_table([without, counted]).as_text()
     assert [line.split()[-1] for line in table.splitlines() if line][-2:] == ["-", "2.5"]
 
 

@@ -31,7 +31,7 @@ _READY = "has all that its next op needs"
 _COPY = "a set to come back from host memory, or for the copy that frees a place"
 _MACHINE = "its machine runs others or another thread holds Python's lock"
 # Of each cause of the bubble: the head of its column, the field of the breakdown, what the rank does meanwhile.
-CAUSES = {
+_CAUSES = {
     "fill": ("fill_seconds", "has not started its first op"),
     "drain": ("drain_seconds", "has ended its last op"),
     "reduce": ("reduce_exposed_seconds", "adds up gradients after the last op of any rank"),
@@ -97,22 +97,14 @@ def run_page(values: Mapping[str, Any], charts: Any, *, above: Sequence[Section]
 
 
 def run_sections(
-    report: RunReport,
-    measured: Sequence[Shown],
-    names: Sequence[str],
-    predicted: Shown | None,
-    clock_error_seconds: float,
+    report: RunReport, shown: Sequence[Shown], names: Sequence[str], clock_error_seconds: float
 ) -> list[Section]:
-    """What stands below the drawing of a run that is over. `names`: of the predicted step, if there is one, and those measured."""
-    shown = [*([] if predicted is None else [predicted]), *measured]
+    """What stands below the drawing of a run that is over. `names`: of the steps that are `shown`."""
     parts = report_parts(report)
-    text = (in_a_line(report), *(part for part in parts if isinstance(part, str)), *remarks(report))
     clocks = f"The clocks of the ranks agree to within {clock_error_seconds * 1e6:.0f} microseconds."
-    return [
-        Section("The whole run", text, tuple(part for part in parts if isinstance(part, Table))),
-        Section("The steps drawn above", (clocks,), (schedules_table(shown, names),)),
-        *rank_numbers(shown, names),
-    ]
+    text = (in_a_line(report), *(part for part in parts if isinstance(part, str)), *remarks(report), clocks)
+    tables = tuple(part for part in parts if isinstance(part, Table))
+    return [Section("The whole run", text, tables), *rank_numbers(shown, names)]
 
 
 def slowest_of(measured: Sequence[Shown]) -> int:
@@ -152,14 +144,11 @@ def rank_numbers(shown: Sequence[Shown], names: Sequence[str]) -> list[Section]:
     return [Section(f"{name} · seconds per rank", tables=(table,)) for name, table in zip(names, tables, strict=True)]
 
 
-def schedules_table(shown: Sequence[Shown], names: Sequence[str] = ()) -> Table:
+def schedules_table(shown: Sequence[Shown]) -> Table:
     """A line per schedule: step, bound and bubble, R hidden and exposed (summed over ranks), most sets; and where the costs say
-    them, most sets with the stashed inputs counted as the part of a set that they are, and most bytes.
-
-    `names`: what to call them, if not by their titles.
-    """
+    them, most sets with the stashed inputs counted as the part of a set that they are, and most bytes."""
     columns = {
-        "schedule": list(names or [one.title for one in shown]),
+        "schedule": [one.title for one in shown],
         "step s": [number(one.step_seconds) for one in shown],
         "bound s": [number(one.bound_seconds) for one in shown],
         "bubble": [number(one.bubble_fraction, "{:.1%}") for one in shown],
@@ -192,7 +181,7 @@ _RARE = ("reduce", "copy", "host", "hand-over", "machine")  # causes that have a
 
 def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
     """A line per rank: busy seconds, the bubble by cause, R hidden and exposed, most sets alive."""
-    causes = {head: [getattr(rank, field) for rank in breakdown] for head, (field, _) in CAUSES.items()}
+    causes = {head: [getattr(rank, field) for rank in breakdown] for head, (field, _) in _CAUSES.items()}
     columns = {
         "busy": [rank.busy_seconds for rank in breakdown],
         **{head: seconds for head, seconds in causes.items() if any(seconds) or head not in _RARE},
@@ -202,7 +191,7 @@ def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
     }
     words = {
         "busy": "The rank computes. All columns up to unexplained add up to the step.",
-        **{head: f"The rank {words}." for head, (_, words) in CAUSES.items() if head in columns},
+        **{head: f"The rank {words}." for head, (_, words) in _CAUSES.items() if head in columns},
         "R hidden": "Recomputation that cost no time: the rank would have waited.",
         "R exposed": "Recomputation for which the next op had to wait.",
         "peak sets": "Most sets of activations alive at once.",
@@ -226,7 +215,7 @@ def panel_of(one: Shown, name: str, *, peak: Sequence[float | None] = (), limit:
     held = [
         bytes_over_time(schedule, events, costs) if in_bytes else sets_over_time(schedule, events) for events in of_rank
     ]
-    fields = ["busy_seconds", *(field for field, _ in CAUSES.values())]
+    fields = ["busy_seconds", *(field for field, _ in _CAUSES.values())]
 
     def at(moment: float) -> float:
         return _rounded(moment - one.start)
@@ -279,7 +268,7 @@ def drawing_data(
             for kind in Kind
             if (looks := LOOKS.get(kind.row.looks or "")) is not None
         },
-        "causes": [{"name": name, "words": words} for name, (_, words) in CAUSES.items()],
+        "causes": [{"name": name, "words": words} for name, (_, words) in _CAUSES.items()],
         "fixed": list(fixed),
         "steps": list(steps),
         "stages": list(stages),
