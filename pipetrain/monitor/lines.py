@@ -84,7 +84,8 @@ def spread_lines(path: Path, most: int) -> list[dict[str, Any]]:
             found.append(file.readline())
         file.seek(max(0, length - _MOST_LINE_BYTES))
         found += file.read().splitlines()[-2:]  # the very last may be half a line
-    return list({line["step"]: line for line in _parsed(found)}.values())
+    by_step = {line["step"]: line for line in _parsed(found)}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def _parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
