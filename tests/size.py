@@ -28,7 +28,7 @@ ROOMS = {
     "engine": 1093,
     "launcher": 1058,
     "models": 3821,
-    "monitor": 3325,
+    "monitor": 3326,
     "optim": 305,
     "plan": 3683,
     "runtime": 4916,

@@ -93,7 +93,8 @@ class JsonLines(Tracker):
         self._files = [LineFile(file, first_step) for file in files]
 
     def step(self, metrics: StepMetrics) -> None:
-        self._files[0].write([json.dumps({"step": metrics.step, **asdict(metrics)}) + "\n"])
+        in_order = sorted(asdict(metrics).items(), key=lambda entry: isinstance(entry[1], tuple))  # those per rank last
+        self._files[0].write([json.dumps(dict(in_order)) + "\n"])
 
     def evaluated(self, step: int, heldout_loss: float) -> None:
         self._files[1].write([json.dumps({"step": step, "heldout_loss": heldout_loss}) + "\n"])
