@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipetrain.monitor.residuals import measure_costs
+from pipetrain.monitor.measured_costs import measure_costs
 from pipetrain.plan.plan import make_plan
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.costs import Costs
@@ -248,10 +248,10 @@ class OursRunner:
         return Account(
             tuple(rank.recompute_hidden_seconds for rank in report.breakdown),
             tuple(rank.recompute_exposed_seconds for rank in report.breakdown),
-            tuple(rank.other_seconds for rank in report.breakdown),
+            tuple(rank.unexplained_seconds for rank in report.breakdown),
             report.step_seconds,
             measure_costs(report.schedule.num_stages, [report.timelines]),
-            report.peak_stage_bytes,
+            report.per_rank("peak_stage_bytes"),
         )
 
     def close(self) -> None:

@@ -6,9 +6,8 @@ For several runs it prints the keys that differ and the results, and draws their
 from __future__ import annotations
 
 import io
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from pipetrain.config.phases import leaves
 from pipetrain.config.problem import shown
 from pipetrain.config.read_files import read_json
 from pipetrain.launcher.outcome import Exit
-from pipetrain.monitor.draw.page import framed, heading, page, paragraph
+from pipetrain.monitor.draw.page import charts_of, heading, page, paragraph
 from pipetrain.monitor.draw.table import Table, number, size
 from pipetrain.monitor.folder import RunFolder, find_folders
 from pipetrain.monitor.lines import read_lines
@@ -64,10 +63,9 @@ def _compare(folders: Sequence[RunFolder], arguments: Arguments) -> int:
     if out is not None:
         ending_of(out, _FORMATS)
     runs, problems = _read_runs(folders)
-    table = _table(runs)
-    present(arguments, table.as_markdown if runs else str, lambda: [run.as_json() for run in runs])
+    present(arguments, lambda: _table(runs).as_markdown() if runs else "", lambda: [run.as_json() for run in runs])
     if runs and out is not None:
-        _write_plot(runs, table, out)
+        _write_plot(runs, out)
     for problem in problems:
         refuse(problem)
     return Exit.WRONG_INPUT if problems else Exit.DONE
@@ -117,38 +115,29 @@ def _read_runs(folders: Sequence[RunFolder]) -> tuple[list[_ComparedRun], list[s
 
 
 def _table(runs: Sequence[_ComparedRun]) -> Table:
-    """A line per run."""
-    head = (
-        *("run", "experiment", "differs in", "steps", "loss", "held-out", "tokens/s", "step"),
-        *("bubble", "exposed R", "peak activations"),
-    )
+    """A line per run; there is one at least."""
     rows = [
-        (
-            *(run.name, report.experiment, _words(run.differs) or "-", str(report.steps)),
-            *(number(report.loss, "{:.3f}"), number(report.heldout_loss, "{:.3f}")),
-            number(report.tokens_per_second, "{:,.0f}"),
-            number(report.step_seconds_measured, "{:.4f} s"),
-            number(report.bubble_fraction, "{:.1%}"),
-            number(sum(value or 0.0 for value in report.recompute_exposed_seconds), "{:.4f} s"),
-            size(most(report.peak_activation_bytes)),
-        )
+        {
+            "run": run.name,
+            "experiment": report.experiment,
+            "differs in": _words(run.differs) or "-",
+            "steps": str(report.steps),
+            "loss": number(report.loss, "{:.3f}"),
+            "held-out": number(report.heldout_loss, "{:.3f}"),
+            "tokens/s": number(report.tokens_per_second, "{:,.0f}"),
+            "step": number(report.step_seconds_measured, "{:.4f} s"),
+            "bubble": number(report.bubble_fraction, "{:.1%}"),
+            "exposed R": number(sum(value or 0.0 for value in report.recompute_exposed_seconds), "{:.4f} s"),
+            "peak activations": size(most(report.peak_activation_bytes)),
+        }
         for run, report in ((run, run.report) for run in runs)
     ]
-    return Table(head, rows, left=frozenset({0, 1, 2}), words=words_of(head))
+    values = [tuple(row.values()) for row in rows]
+    return Table(tuple(rows[0]), values, left=frozenset({0, 1, 2}), words=words_of(rows[0]))
 
 
-def _curve(path: Path) -> Iterator[tuple[float, float]]:
-    """Step and loss of each line that has both as numbers; a loss that is null is a gap. The file may hold anything."""
-    for line in read_lines(path):
-        point: list[Any] = [line.get("step"), line.get("loss", "")]
-        if point[1] is None:
-            point[1] = math.nan
-        if all(isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63) for value in point):
-            yield point[0], point[1]
-
-
-def _write_plot(runs: Sequence[_ComparedRun], table: Table, path: Path) -> None:
-    """Losses over steps, a curve per run, in the format that the name of `path` asks for; on a page above the `table`."""
+def _write_plot(runs: Sequence[_ComparedRun], path: Path) -> None:
+    """Losses over steps, a curve per run, in the format that the name of `path` asks for; on a page above their table."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -156,9 +145,9 @@ def _write_plot(runs: Sequence[_ComparedRun], table: Table, path: Path) -> None:
     figure = Figure(figsize=(9.0, 5.0), layout="constrained")  # without pyplot, which would look for a screen
     axis = figure.subplots()
     for run in runs:
-        known = list(_curve(run.folder.metrics))
+        curve = charts_of(list(read_lines(run.folder.metrics)))
         name = f"{run.name}: {_words(run.differs)}" if run.differs else run.name
-        axis.plot([step for step, _ in known], [loss for _, loss in known], label=name, linewidth=1.2)
+        axis.plot(curve["steps"], curve["lines"][0]["values"], label=name, linewidth=1.2)
     axis.set_xlabel("step")
     axis.set_ylabel("loss, nats per token")
     axis.grid(alpha=0.3)
@@ -170,7 +159,7 @@ def _write_plot(runs: Sequence[_ComparedRun], table: Table, path: Path) -> None:
     if path.suffix == ".html":
         picture = drawn[drawn.index(b"<svg") :].decode()  # without the head of an XML file
         title, caption = "Runs compared", paragraph("Loss of each step, in nats per token.")
-        drawn = page(title, heading(title, level=1), caption, picture, framed(table)).encode()
+        drawn = page(title, heading(title, level=1), caption, picture, _table(runs).as_html()).encode()
     with writing(f"--out={path}"):
         path.write_bytes(drawn)
 

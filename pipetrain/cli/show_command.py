@@ -106,7 +106,7 @@ def draw(shown: Sequence[Shown], width: int | None = None) -> str:
     colour = sys.stdout.isatty()
     pictures = []
     for one in shown:
-        steps = staircase(one.timeline, width=columns, colour=colour, num_stages=one.schedule.num_stages)
+        steps = staircase(one.timeline, width=columns, colour=colour)
         proven = None if one.proof is None else f"step {one.proof}"
         parts = (one.title, steps, ranks_table(one.breakdown).as_text(), proven)
         pictures.append("\n\n".join(filter(None, parts)))

@@ -6,9 +6,9 @@ Read-only, and to this machine alone: one page, made anew from the run folder fo
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import re
-from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -16,8 +16,7 @@ from typing import Any
 from pipetrain.cli.advice import advice_on
 from pipetrain.cli.main import Arguments, Command, Parser, add_run, say
 from pipetrain.launcher.outcome import Exit
-from pipetrain.monitor.draw.drawing import charts_of
-from pipetrain.monitor.draw.page import Section, run_page
+from pipetrain.monitor.draw.page import Section, charts_of, run_page
 from pipetrain.monitor.folder import RunFolder, find_folder
 from pipetrain.monitor.recorded import page_of_run
 
@@ -33,13 +32,12 @@ def _add_arguments(parser: Parser) -> None:
 
 def _watch(arguments: Arguments) -> int:
     folder = find_folder(arguments.run)
-    pages = _Pages(folder)
-    pages.page()  # a folder that cannot be read ends the command here
+    _page(folder)  # a folder that cannot be read ends the command here
     try:
         server = _Server((_HOST, arguments.port), _Handler)
     except (OSError, OverflowError) as error:
         raise ValueError(f"--port={arguments.port}: cannot be used ({error}); leave it out for a free one") from error
-    server.pages = pages
+    server.folder = folder
     with server:
         port = server.server_address[1]
         say(f"watching {folder.path}; Ctrl-C ends. From another machine: ssh -L {port}:{_HOST}:{port} THIS_MACHINE")
@@ -51,37 +49,30 @@ def _watch(arguments: Arguments) -> int:
     return Exit.DONE
 
 
-class _Pages:
-    """The page of a run, as its folder has it when it is asked for."""
+def _page(folder: RunFolder) -> str:
+    """The page of a run, as its folder has it now.
 
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-        self._advice: tuple[float, Sequence[Section]] = (0.0, ())  # and the time of the report that it is on
-
-    def page(self) -> str:
-        """Raises:
+    Raises:
         ValueError: the folder cannot be read.
-        """
-        folder = self._folder
-        if not folder.recorded.is_file() and not folder.report.is_file():
-            waiting = Section("No step is recorded yet", ("The page is drawn when the first step is over.",))
-            values: dict[str, Any] = {"title": folder.path.name, "fixed": [], "steps": [], "stages": [], "sections": []}
-            return run_page(values, charts_of(()), above=[waiting], live=True)
-        return page_of_run(folder.recorded, folder.metrics, above=self._next(), live=True)
+    """
+    is_over = folder.report.is_file()
+    if not folder.recorded.is_file() and not is_over:
+        waiting = Section("No step is recorded yet", ("The page is drawn when the first step is over.",))
+        values: dict[str, Any] = {"title": folder.path.name, "fixed": [], "steps": [], "stages": [], "sections": []}
+        return run_page(values, charts_of(()), above=[waiting], live=True)
+    advice = _advice(folder, folder.report.stat().st_mtime) if is_over else ()
+    above = [Section("What to do next", advice)] if advice else []
+    return page_of_run(folder.recorded, folder.metrics, above=above, live=True)
 
-    def _next(self) -> Sequence[Section]:
-        """What to do next, once the run is over."""
-        if not self._folder.report.is_file():
-            return ()
-        written = self._folder.report.stat().st_mtime
-        if self._advice[0] != written:
-            self._advice = written, [Section("What to do next", tuple(map(str, advice_on(self._folder))))]
-        return self._advice[1] if self._advice[1][0].text else ()
+
+@functools.lru_cache(maxsize=1)
+def _advice(folder: RunFolder, written: float) -> tuple[str, ...]:  # noqa: ARG001 (the time of the report that it is on)
+    return tuple(map(str, advice_on(folder)))
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    pages: _Pages
+    folder: RunFolder
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -95,7 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path != "/":
             return self.send_error(HTTPStatus.NOT_FOUND)
         try:
-            page = self.server.pages.page()
+            page = _page(self.server.folder)
         except ValueError as error:
             say(str(error))
             return self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "the run folder cannot be read now")

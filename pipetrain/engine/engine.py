@@ -187,7 +187,7 @@ class NativeEngine:
 
     def gather_report(self) -> StepFigures | None:
         report = self.model.gather_report()
-        return None if report is None else StepFigures(report.step_seconds, report.peak_memory_bytes, report)
+        return None if report is None else StepFigures.of(report)
 
     def weights(self) -> Mapping[str, Tensor]:
         return self.model.state_dict()

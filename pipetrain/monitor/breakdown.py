@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
-from typing import TypeVar
+from dataclasses import dataclass, fields
+from typing import Generic, TypeVar
 
-from pipetrain.schedule.alive import OPENS_STASH, brings_set, ends_stash, places_freed, places_taken
+from pipetrain.schedule.alive import OPENS_STASH, brings_set, places_freed, places_taken
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.kinds import COPY_LANES, FINISHING, OFFLOAD, PASS_SEQUENCES, RECOMPUTE, REDUCING, Direction
@@ -17,31 +17,22 @@ from pipetrain.schedule.messages import source_of
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.schedule import Schedule
 
-_Count = TypeVar("_Count", int, float, Fraction | int)
 Curve = list[tuple[float, float]]  # (time, held from then on)
 
 
-def sets_over_time(schedule: Schedule, events: Iterable[OpEvent]) -> list[tuple[float, float]]:
+def sets_over_time(schedule: Schedule, events: Iterable[OpEvent]) -> Curve:
     """The number of sets alive after each change, with its time: a set comes with F (kept) or R and goes with B or W.
 
     In a stage with parts, each counts as its fraction of a set.
     """
-    changes: list[tuple[float, Fraction | int]] = []
+    changes = []
     for event in events:
         parts = schedule.policy.num_parts(event.op.stage)
         if taken := places_taken(schedule, event.op):
-            changes.append((event.start, taken if parts == 1 else Fraction(taken, parts)))
+            changes.append((event.start, taken / parts))
         elif freed := places_freed(schedule, event.op):
-            changes.append((event.end, -freed if parts == 1 else Fraction(-freed, parts)))
-    return [(time, int(count) if count.denominator == 1 else float(count)) for time, count in _running(changes)]
-
-
-def stash_over_time(schedule: Schedule, events: Iterable[OpEvent]) -> list[tuple[float, int]]:
-    """The microbatches between F and the end of their backward after each change, with its time."""
-    own = [event for event in events if event.op.stage >= schedule.first_backward]
-    changes = [(event.start, 1) for event in own if event.op.kind in OPENS_STASH]
-    changes += [(event.end, -1) for event in own if ends_stash(event.op)]
-    return _running(changes)
+            changes.append((event.end, -freed / parts))
+    return [(time, round(count, 9)) for time, count in _running(changes)]
 
 
 def bytes_over_time(schedule: Schedule, events: Iterable[OpEvent], costs: Costs) -> Curve:
@@ -66,28 +57,54 @@ def bytes_over_time(schedule: Schedule, events: Iterable[OpEvent], costs: Costs)
     return _running(changes)
 
 
-def _running(changes: list[tuple[float, _Count]]) -> list[tuple[float, _Count]]:
+def _running(changes: Curve) -> Curve:
     """How many there are after each change, in the order of time; of one moment what goes comes first."""
     in_order = sorted(changes)
     return list(zip((time for time, _ in in_order), itertools.accumulate(change for _, change in in_order)))
 
 
 Interval = tuple[float, float]
+_WAITS = {Direction.FORWARD: "wait_activation_seconds", Direction.BACKWARD: "wait_gradient_seconds"}
+_ACCOUNTS = ("handover_seconds", "host_seconds", "machine_seconds")  # what a rank's thread did between two ops
 _BACKWARD = frozenset(kind for way in PASS_SEQUENCES[Direction.BACKWARD] for kind in way)
 
 
-@dataclass(frozen=True)
-class RankBreakdown:
-    """The step of one rank in seconds. Busy and the eleven kinds of bubble add up to the step, which is that of all replicas.
+_Seconds = TypeVar("_Seconds", float, tuple[float | None, ...])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bubble(Generic[_Seconds]):
+    """The idle seconds of a step by cause: of one rank, or of each.
 
     `fill` is the bubble before the rank's first op and `drain` that after its last. Between them a rank may wait for
     an activation or a gradient that has not arrived; of these waits `imbalance` is the part that no order could avoid,
     because the busiest rank of its replica has that much more work. Or it waits for a copy of a set to host memory or back. In the
     rest everything was there that the next op needs: for `handover` the rank's thread was still waiting for the message, for `host` it was on
-    its way to the op, for `machine` it was ready and not run. `other` is what is left.
+    its way to the op, for `machine` it was ready and not run. `unexplained` is what is left.
 
     `reduce_exposed` is the rank's own adding up of gradients after the last op that computes on any rank of any replica: without it
     the step would have ended. What another rank of them adds up then is part of this rank's `drain`.
+    """
+
+    fill_seconds: _Seconds
+    drain_seconds: _Seconds
+    wait_activation_seconds: _Seconds
+    wait_gradient_seconds: _Seconds
+    wait_copy_seconds: _Seconds
+    imbalance_seconds: _Seconds
+    handover_seconds: _Seconds
+    host_seconds: _Seconds
+    machine_seconds: _Seconds
+    unexplained_seconds: _Seconds
+    reduce_exposed_seconds: _Seconds
+
+
+CAUSES = tuple(field.name for field in fields(Bubble))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankBreakdown(Bubble[float]):
+    """The step of one rank in seconds. Busy and the eleven kinds of bubble add up to the step, which is that of all replicas.
 
     `recompute_exposed` is the part of R's time in which no F, B, I or W ran although the next one had all its inputs (R
     not counted), `recompute_hidden` the rest. `peak_sets` counts the sets alive at once on the rank. `deferred_share` is what W
@@ -96,29 +113,14 @@ class RankBreakdown:
 
     rank: int
     busy_seconds: float
-    fill_seconds: float
-    drain_seconds: float
-    wait_activation_seconds: float
-    wait_gradient_seconds: float
-    imbalance_seconds: float
-    other_seconds: float
     recompute_hidden_seconds: float
     recompute_exposed_seconds: float
     peak_sets: float
-    deferred_share: float = 0.0
-    reduce_exposed_seconds: float = 0.0
-    host_seconds: float = 0.0
-    handover_seconds: float = 0.0
-    machine_seconds: float = 0.0
-    wait_copy_seconds: float = 0.0
+    deferred_share: float
 
     @property
     def bubble_seconds(self) -> float:
-        waits = self.wait_activation_seconds + self.wait_gradient_seconds + self.imbalance_seconds
-        late = self.handover_seconds + self.host_seconds + self.machine_seconds + self.other_seconds
-        return (
-            self.fill_seconds + self.drain_seconds + waits + late + self.reduce_exposed_seconds + self.wait_copy_seconds
-        )
+        return math.fsum(getattr(self, cause) for cause in CAUSES)
 
 
 def break_down(schedule: Schedule, timeline: Timeline) -> tuple[RankBreakdown, ...]:
@@ -160,9 +162,9 @@ def _of_rank(
     """`most`: busy seconds of the busiest rank; `computed`: when the last op that computes had ended on all ranks."""
     first, last = (busy[0][0], busy[-1][1]) if busy else (step[1], step[1])
     idle = _idle_between(schedule, events, busy, first)
-    waits = idle["wait_activation_seconds"] + idle["wait_gradient_seconds"]
+    waits = sum(idle[wait] for wait in _WAITS.values())
     imbalance = min(waits, most - length(busy))
-    for wait in ("wait_activation_seconds", "wait_gradient_seconds"):
+    for wait in _WAITS.values():
         idle[wait] *= 1 - imbalance / waits if waits > 0 else 0.0
     recompute = length(merged(_interval(event) for event in events if event.op.kind is RECOMPUTE))
     exposed = length(exposed_intervals(schedule, events))
@@ -188,42 +190,38 @@ def _of_rank(
 def _idle_between(
     schedule: Schedule, events: Sequence[OpEvent], busy: Sequence[Interval], first: float
 ) -> dict[str, float]:
-    """Idle seconds between the first and the last op, by the field of `RankBreakdown`: waiting for an activation, for a gradient, for a copy; of the
+    """Idle seconds between the first and the last op, by the field of `Bubble`: waiting for an activation, for a gradient, for a copy; of the
     rest, those in which the message was handed over, the host ran, or was not run, and those of which nobody knows."""
     ends = {event.op: event.end for event in events}
-    waited = dict.fromkeys(Direction, 0.0)
-    known, other, before, copies = [0.0, 0.0, 0.0], 0.0, first, 0.0  # handed over, host, not run
-    accounts = [0.0, 0.0, 0.0]  # since the last op that is no R
+    found = dict.fromkeys((*_WAITS.values(), "wait_copy_seconds", *_ACCOUNTS, "unexplained_seconds"), 0.0)
+    accounts, before = dict.fromkeys(_ACCOUNTS, 0.0), first  # what the host did since the last op that is no R
+
+    def idle_until(moment: float) -> float:
+        nonlocal before
+        since, before = before, max(before, moment)
+        return _idle(busy, (since, before))
+
     for event in sorted((event for event in events if event.op.kind.computes), key=lambda event: event.start):
         own = (event.waited_seconds, event.ran_seconds, event.stalled_seconds)
-        accounts = [sum(pair) for pair in zip(accounts, own)]
+        accounts = {name: accounts[name] + seconds for name, seconds in zip(_ACCOUNTS, own)}
         if event.op.kind is RECOMPUTE:
             continue
-        direction, missing = event.op.kind.row.direction, 0.0
-        if direction is not None:  # W takes no tensor: what it needs is on its rank
-            ready = min(max(before, _ready(schedule, event.op, ends, before)), event.start)
-            missing = _idle(busy, (before, ready))
-            waited[direction] += missing
-            before = max(before, ready)
+        missing = 0.0
+        if (direction := event.op.kind.row.direction) is not None:  # W takes no tensor: what it needs is on its rank
+            missing = idle_until(min(_ready(schedule, event.op, ends, before), event.start))
+            found[_WAITS[direction]] += missing
         copied = [ends.get(one, before) for one in schedule.waits.get(event.op, ()) if one.kind.row.lane in COPY_LANES]
-        ready = min(max(before, *copied, before), event.start)
-        copies, before = copies + _idle(busy, (before, ready)), ready
-        left = _idle(busy, (before, event.start))
-        accounts[0] = max(accounts[0] - missing, 0.0)  # waited although the message was there
-        for place, seconds in enumerate(accounts):
+        found["wait_copy_seconds"] += idle_until(min(max(copied, default=before), event.start))
+        left = idle_until(event.start)
+        for name, seconds in accounts.items():
+            if name == "handover_seconds":
+                seconds = max(seconds - missing, 0.0)  # waited although the message was there
             taken = min(left, seconds)
-            known[place], left = known[place] + taken, left - taken
-        accounts, other = [0.0, 0.0, 0.0], other + left
-        before = max(before, event.end)
-    last = busy[-1][1] if busy else first
-    other += _idle(busy, (before, last))
-    return {
-        "wait_activation_seconds": waited[Direction.FORWARD],
-        "wait_gradient_seconds": waited[Direction.BACKWARD],
-        "wait_copy_seconds": copies,
-        **dict(zip(("handover_seconds", "host_seconds", "machine_seconds"), known)),
-        "other_seconds": other,
-    }
+            found[name], left = found[name] + taken, left - taken
+        found["unexplained_seconds"] += left
+        accounts, before = dict.fromkeys(_ACCOUNTS, 0.0), max(before, event.end)
+    found["unexplained_seconds"] += idle_until(busy[-1][1]) if busy else 0.0
+    return found
 
 
 def exposed_intervals(schedule: Schedule, events: Iterable[OpEvent]) -> list[Interval]:

@@ -6,12 +6,14 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipetrain.config.read_files import read_object
 from pipetrain.plan.profile import PROFILE
 
 RUNS = Path("runs")
 LATEST = "latest"
+FORMAT_VERSION = 1  # of report.json and timeline.json
 SWEEP_JOBS = "jobs"  # in a sweep folder: a file per job that says how it ended
 _MODE = 0o750  # the owner writes, the group reads, others have no business here
 
@@ -114,17 +116,16 @@ def reserve_folder(run_dir: str | None, experiment: str) -> RunFolder:
     Raises:
         ValueError: it cannot be made.
     """
-    while True:
-        folder = choose_folder(run_dir, experiment)
-        try:
-            folder.path.mkdir(mode=_MODE, parents=True, exist_ok=run_dir is not None)
-        except FileExistsError:
-            if run_dir is None:
-                continue  # another run has just taken the name
-            raise ValueError(f"run_dir={run_dir}: this is a file; choose a folder that may be new") from None
-        except OSError as error:
-            raise ValueError(f"run_dir={folder.path}: the folder cannot be made ({error.strerror})") from error
-        return folder
+    folder = choose_folder(run_dir, experiment)
+    try:
+        folder.path.mkdir(mode=_MODE, parents=True, exist_ok=run_dir is not None)
+    except FileExistsError:
+        if run_dir is None:
+            return reserve_folder(run_dir, experiment)  # another run has just taken the name
+        raise ValueError(f"run_dir={run_dir}: this is a file; choose a folder that may be new") from None
+    except OSError as error:
+        raise ValueError(f"run_dir={folder.path}: the folder cannot be made ({error.strerror})") from error
+    return folder
 
 
 def find_folder(run: str) -> RunFolder:
@@ -151,3 +152,17 @@ def find_folders(run: str) -> list[RunFolder]:
     if not jobs:
         return [find_folder(run)]
     return [find_folder(str(read_object(job, "name the runs themselves").get("run_dir"))) for job in jobs]
+
+
+def read_current(path: Path, missing: str, todo: str) -> dict[str, Any]:
+    """The object in a JSON file of a run folder.
+
+    Raises:
+        ValueError: there is none, which means what `missing` says, or another version wrote it; DamagedFile: it cannot be read.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: {missing}")
+    values = read_object(path, todo)
+    if (version := values.get("format_version")) != FORMAT_VERSION:
+        raise ValueError(f"{path}: format_version={version}, this pipetrain reads {FORMAT_VERSION}")
+    return values

@@ -27,22 +27,20 @@ class LineFile:
     """
 
     def __init__(self, path: Path, first_step: int = 1) -> None:
-        _keep_before(path, first_step)
         self._path = path
-        self._file = open_to_append(path)
-        self._size = path.stat().st_size
         self._failed = False
+        _keep_before(path, first_step)
+        self._file = open_to_append(path)
 
     def write(self, lines: Iterable[str]) -> None:
         """Appends `lines`, which end with a line break each."""
-        data = "".join(lines).encode()
+        data, size = "".join(lines).encode(), os.fstat(self._file.fileno()).st_size
         try:
             if self._file.write(data) != len(data):
                 raise OSError("No space left on device")
-            self._size += len(data)
         except OSError as error:
             with contextlib.suppress(OSError):
-                self._file.truncate(self._size)  # no half of a line
+                self._file.truncate(size)  # no half of a line
             if not self._failed:
                 self._failed = True
                 reason = error.strerror or error
@@ -54,7 +52,6 @@ class LineFile:
         with contextlib.suppress(OSError):  # a full disk: the lines come twice
             _keep_before(self._path, first_step)
         self._file = open_to_append(self._path)
-        self._size = self._path.stat().st_size
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -70,33 +67,33 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of such a file that are whole and have a step, as objects; none where there is no file."""
     if path.is_file():
         with path.open("rb") as file:
-            while line := file.readline(_MOST_LINE_BYTES):
-                with contextlib.suppress(ValueError):  # half a line: a process was killed while it wrote
-                    value = parse_json(line)
-                    if isinstance(value, dict) and type(value.get("step")) is int:
-                        yield value
+            yield from _parsed(iter(lambda: file.readline(_MOST_LINE_BYTES), b""))
 
 
 def spread_lines(path: Path, most: int) -> list[dict[str, Any]]:
-    """Some `most` lines of such a file, evenly over it, the last one included, without reading all of it; whole ones alone."""
+    """Some `most` lines of such a file, evenly over it, the last one included, without reading all of it; likewise."""
     if not path.is_file():
         return []
-    found: dict[int, bytes] = {}  # by where they start
+    found = []
     with path.open("rb") as file:
         length = file.seek(0, os.SEEK_END)
         for at in (length * number // most for number in range(most)):
-            file.seek(max(at - 1, 0))
+            file.seek(at)
             if at:
-                file.readline()  # the rest of the line before
-            found.setdefault(file.tell(), file.readline())
+                file.readline()  # the rest of a line
+            found.append(file.readline())
         file.seek(max(0, length - _MOST_LINE_BYTES))
-        tail = file.read().splitlines(keepends=True)[-2:]  # the very last may be half a line
-    found |= {length - len(b"".join(tail[place:])): line for place, line in enumerate(tail)}
-    lines = []
-    for _, line in sorted(found.items()):
-        with contextlib.suppress(ValueError):
-            lines.append(parse_json(line))
-    return [line for line in lines if isinstance(line, dict)]
+        found += file.read().splitlines()[-2:]  # the very last may be half a line
+    by_step = {line["step"]: line for line in _parsed(found)}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        with contextlib.suppress(ValueError):  # half a line: a process was killed while it wrote
+            value = parse_json(line)
+            if isinstance(value, dict) and type(value.get("step")) is int:
+                yield value
 
 
 class EventFile:

@@ -9,20 +9,20 @@ import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pipetrain.config.terminal import say
 from pipetrain.config.write_files import replace_file
-from pipetrain.monitor.draw.drawing import Panel, charts_of, panel_of
-from pipetrain.monitor.draw.page import Section, run_page, run_sections, slowest_of
+from pipetrain.monitor.draw.page import Panel, Section, charts_of, panel_of, run_page, run_sections, slowest_of
+from pipetrain.monitor.folder import FORMAT_VERSION, read_current
 from pipetrain.monitor.lines import spread_lines
 from pipetrain.monitor.report import RunReport, measured_and_predicted
 from pipetrain.monitor.shown import Shown
 from pipetrain.monitor.step_report import Report
 from pipetrain.plan.plan import Plan
 
-FORMAT_VERSION = 1
 _FIRST_STEPS = 3
 _SECONDS_BETWEEN = 5.0
 _MOST_OPS = 40_000  # on a page, messages included: 16 ranks x 64 microbatches have 7,000 in a step
@@ -76,22 +76,22 @@ class RecordedSteps:
         predicted_from: range,
     ) -> None:
         """Writes the last step too, what was predicted from the steps `predicted_from`, and what stands below the drawing."""
-        names, fixed = self._keep(report.steps, measured, last), []
+        names, shown, fixed = self._keep(report.steps, measured, last), [*measured], []
         if predicted is not None:
             first, stop = predicted_from.start, predicted_from.stop - 1
-            names = [f"Predicted from the op times of steps {first} to {stop}", *names]
-            fixed = [panel_of(predicted, names[0], limit=last.limit_bytes)]
-        self._write(path, fixed, run_sections(report, measured, names, predicted, last.clock_error_seconds))
+            names, shown = [f"Predicted from the op times of steps {first} to {stop}", *names], [predicted, *shown]
+            fixed = [panel_of(predicted, names[0], limit=last.per_rank("limit_bytes"))]
+        clocks = max(last.per_rank("clock_error_seconds"))
+        self._write(path, fixed, run_sections(report, shown, names, clocks))
 
     def _keep(self, step: int, measured: Sequence[Shown], report: Report) -> list[str]:
         """Adds the step; returns the names of its panels, one per replica."""
         slowest, panels = slowest_of(measured), []
         for replica, one in enumerate(measured):
-            ranks = [where.rank for where in report.ranks_of(replica)]
+            own = [report.of_ranks[where.rank] for where in report.ranks_of(replica)]
             last_of = ", the last to end" if replica == slowest else ""
             name = f"Measured, step {step}" + (f", replica {replica}{last_of}" if len(measured) > 1 else "")
-            peak = [report.peak_activation_bytes[rank] for rank in ranks]
-            limit = [report.limit_bytes[rank] for rank in ranks]
+            peak, limit = [rank.peak_activation_bytes for rank in own], [rank.limit_bytes for rank in own]
             panels.append(panel_of(one, name, peak=peak, limit=limit))
         names = [panel["name"] for panel in panels]
         panels.append(panels.pop(slowest))  # the last panel is the one that the page opens with
@@ -105,10 +105,9 @@ class RecordedSteps:
         return names
 
     def _write(self, path: Path, fixed: Sequence[Panel], sections: Sequence[Section]) -> None:
-        values = {**self._head, "fixed": fixed, "steps": self._steps}
-        values["sections"] = [section.as_json() for section in sections]
-        # Who reads it meanwhile has the old one or the new one.
-        replace_file(path, json.dumps(values, separators=(",", ":")))
+        values = {**self._head, "fixed": fixed, "steps": self._steps, "sections": list(map(asdict, sections))}
+        # Who reads it meanwhile has the old one or the new one. The columns of a table may be a set.
+        replace_file(path, json.dumps(values, separators=(",", ":"), default=sorted))
 
 
 def layers_of_stages(plan: Plan, kinds: Sequence[str]) -> list[str]:
@@ -126,33 +125,14 @@ def _num_ops(step: Mapping[str, Any]) -> int:
     return sum(len(panel["ops"]) for panel in step["panels"])
 
 
-def read_recorded(path: Path) -> dict[str, Any]:
-    """What timeline.json has.
-
-    Raises:
-        ValueError: there is none yet, or it cannot be read.
-    """
-    try:
-        values = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(
-            f"{path}: there is no such file; the run has recorded no step yet, or an older version wrote it"
-        ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from error
-    version = values.get("format_version") if isinstance(values, dict) else None
-    if version != FORMAT_VERSION:
-        raise ValueError(f"{path}: format_version={version}, this pipetrain reads {FORMAT_VERSION}")
-    return dict(values)
-
-
 def page_of_run(recorded: Path, metrics: Path, *, above: Sequence[Section] = (), live: bool = False) -> str:
     """The page of a run as its folder has it now.
 
     Raises:
         ValueError: timeline.json cannot be read.
     """
-    values = read_recorded(recorded)
+    missing = "there is no such file; the run has recorded no step yet, or an older version wrote it"
+    values = read_current(recorded, missing, "report.json and metrics.jsonl may still be whole")
     try:
         return run_page(values, charts_of(spread_lines(metrics, _MOST_LINES)), above=above, live=live)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

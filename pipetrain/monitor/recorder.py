@@ -7,7 +7,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import asdict
 from typing import Any
 
@@ -21,9 +20,9 @@ from pipetrain.monitor.draw.page import slowest_of
 from pipetrain.monitor.draw.table import number
 from pipetrain.monitor.folder import RunFolder
 from pipetrain.monitor.lines import EventFile
+from pipetrain.monitor.measured_costs import measure_costs
 from pipetrain.monitor.recorded import RecordedSteps, layers_of_stages, page_of_run
 from pipetrain.monitor.report import RunReport, as_markdown, read_report, with_bytes, write_report
-from pipetrain.monitor.residuals import measure_costs
 from pipetrain.monitor.shown import Shown, title_of
 from pipetrain.monitor.step_report import Report, StepMetrics
 from pipetrain.monitor.trackers import Ending, Trackers, make_trackers
@@ -49,14 +48,12 @@ class Recorder:
         self._newest: deque[Sequence[Timeline]] = deque(maxlen=_PROFILED_STEPS)
         self._folder = folder
         self._keep = keep
-        self._stack = ExitStack()
-        self._events = self._stack.enter_context(closing(EventFile(folder.events(rank), rank, num_steps, first_step)))
+        self._events = EventFile(folder.events(rank), rank, num_steps, first_step)
         self.on_event = self._events  # the sink for this rank's events
         self.is_first = rank == 0
-        self._reporter = self._stack.enter_context(Reporter(num_steps, shown=config.progress and self.is_first))
+        self._reporter = _Reporter(num_steps, shown=config.progress and self.is_first)
         self._recorded = RecordedSteps(folder.recorded)
-        trackers = make_trackers(config, folder, first_step) if self.is_first else {}
-        self._trackers = self._stack.enter_context(closing(Trackers(trackers)))
+        self._trackers = Trackers(make_trackers(config, folder, first_step) if self.is_first else {})
 
     def start(
         self, config_text: str, config: Mapping[str, Any], *phases: tuple[Plan, Schedule], kinds: Sequence[str] = ()
@@ -120,21 +117,20 @@ class Recorder:
     def finish(
         self, report: RunReport, measured: Sequence[Shown], predicted: Shown | None, last: Report | None
     ) -> None:
-        """Writes the report, and the steps predicted and measured `last`, of each replica. Without `measured` no timeline.html and
+        """Writes the report, and the steps predicted and measured `last`, of each replica. Without `last` no timeline.html and
         no profile.json. The report of a phase goes into the phase's folder, and to no tracker."""
         folder = self._folder if report.phase is None else self._folder.phase(report.phase)
         write_report(folder.report, report)
         replace_file(folder.report_text, as_markdown(report))
-        if not measured or last is None:
+        if last is None:
             return
         costs = with_bytes(measure_costs(last.schedule.num_stages, self._newest or [last.timelines]), last)
         replace_file(folder.profile, Profile(costs, last.schedule.num_microbatches).as_json())
         self._recorded.finish(folder.recorded, report, last, measured, predicted, self._keep)
         drawn = page_of_run(folder.recorded, self._folder.metrics)
         replace_file(folder.timeline, drawn)
-        slowest = measured[slowest_of(measured)]
-        pictures = [slowest] if predicted is None else [predicted, slowest]
         if report.phase is None:
+            pictures = [*([] if predicted is None else [predicted]), measured[slowest_of(measured)]]
             ending = Ending(report, pictures, drawn)
             self._trackers.tell(lambda tracker: tracker.finish(ending))
 
@@ -146,10 +142,11 @@ class Recorder:
             return None
 
     def close(self) -> None:
-        self._stack.close()
+        for part in (self._trackers, self._reporter, self._events):
+            part.close()
 
 
-class Reporter(AbstractContextManager["Reporter"]):
+class _Reporter:
     """How far the run is, on stderr: a bar on a terminal, elsewhere a line for the first step, the last one, and one every few seconds.
     Nothing on a rank that is not to show it."""
 
@@ -164,7 +161,7 @@ class Reporter(AbstractContextManager["Reporter"]):
             self._task = self._bar.add_task("", total=num_steps)
             self._bar.start()
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
 

@@ -9,10 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipetrain.config.read_files import DamagedFile, fitted, read_object
+from pipetrain.config.read_files import DamagedFile, fitted
 from pipetrain.config.write_files import replace_file
 from pipetrain.monitor.draw.table import Table, number, size
-from pipetrain.monitor.residuals import FIRST_COMPARED_STEP, MEASURED_STEPS, measure_costs
+from pipetrain.monitor.folder import FORMAT_VERSION, read_current
+from pipetrain.monitor.measured_costs import FIRST_COMPARED_STEP, MEASURED_STEPS, measure_costs
 from pipetrain.monitor.shown import Shown, show_schedule
 from pipetrain.monitor.step_report import PerRank, Report, StepFigures, StepMetrics, perplexity_of
 from pipetrain.monitor.stragglers import Straggler
@@ -21,8 +22,6 @@ from pipetrain.schedule.bound import bound_of
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import Timeline
 from pipetrain.schedule.schedule import Schedule
-
-FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -79,12 +78,8 @@ def read_report(path: Path) -> RunReport:
     Raises:
         ValueError: there is none, or another version wrote it; DamagedFile: it is no report.
     """
-    if not path.is_file():
-        raise ValueError(f"{path}: there is no report; the run is still going on, or it failed")
     todo = "its run's metrics.jsonl may still be whole"
-    values = read_object(path, todo)
-    if (version := values.get("format_version")) != FORMAT_VERSION:
-        raise ValueError(f"{path}: format_version={version}, this pipetrain reads {FORMAT_VERSION}")
+    values = read_current(path, "there is no report; the run is still going on, or it failed", todo)
     try:
         report: RunReport = fitted(RunReport, values)
     except ValueError as error:
@@ -209,31 +204,29 @@ def _totals(report: RunReport) -> Table:
 
 def _phase_totals(report: RunReport) -> Table:
     """A line per phase."""
-    header = ("phase", "steps", "batch", "microbatches", "recompute", "step measured", "predicted", "bubble")
     rows = [
-        (
-            str(one.phase),
-            _steps_of(one).removeprefix("steps "),
-            f"{one.batch_size} x {one.sequence_length}",
-            str(one.num_microbatches),
-            one.recompute_mode,
-            number(one.step_seconds_measured, "{:.4f} s"),
-            number(one.step_seconds_predicted, "{:.4f} s"),
-            number(one.bubble_fraction, "{:.1%}"),
-            number(most(one.recompute_exposed_seconds), "{:.4f} s"),
-            size(most(one.peak_activation_bytes)),
-            number(one.loss, "{:.3f}"),
-            number(one.heldout_loss, "{:.3f}"),
-        )
+        {
+            "phase": str(one.phase),
+            "steps": _steps_of(one).removeprefix("steps "),
+            "batch": f"{one.batch_size} x {one.sequence_length}",
+            "microbatches": str(one.num_microbatches),
+            "recompute": one.recompute_mode,
+            "step measured": number(one.step_seconds_measured, "{:.4f} s"),
+            "predicted": number(one.step_seconds_predicted, "{:.4f} s"),
+            "bubble": number(one.bubble_fraction, "{:.1%}"),
+            "R exposed, most": number(most(one.recompute_exposed_seconds), "{:.4f} s"),
+            "peak activations, most": size(most(one.peak_activation_bytes)),
+            "loss": number(one.loss, "{:.3f}"),
+            "held-out loss": number(one.heldout_loss, "{:.3f}"),
+        }
         for one in report.phases
     ]
-    head = (*header, "R exposed, most", "peak activations, most", "loss", "held-out loss")
-    return Table(head, rows, words=words_of(head))
+    return Table(tuple(rows[0]), [tuple(row.values()) for row in rows], words=words_of(rows[0]))
 
 
-def most(of_ranks: PerRank) -> float | None:
+def most(of_ranks: PerRank | None) -> float | None:
     """The largest value of any rank; None where none is known."""
-    return max((value for value in of_ranks if value is not None), default=None)
+    return max((value for value in of_ranks or () if value is not None), default=None)
 
 
 def _steps_of(report: RunReport) -> str:
@@ -241,29 +234,31 @@ def _steps_of(report: RunReport) -> str:
 
 
 def _rank_totals(report: RunReport) -> Table:
-    """Recomputation and memory, a column per rank."""
-    shares = [share or 0.0 for share in report.deferred_share]
-    is_replicated = num_replicas_of(report.ranks) > 1
-    rows = [
-        *([("replica", *(str(where.replica) for where in report.ranks))] if is_replicated else []),
-        *([("stages", *(" ".join(map(str, where.stages)) for where in report.ranks))] if is_replicated else []),
-        ("recompute hidden", *(number(value, "{:.4f} s") for value in report.recompute_hidden_seconds)),
-        ("recompute exposed", *(number(value, "{:.4f} s") for value in report.recompute_exposed_seconds)),
-        *([("backward deferred to W", *(f"{share:.0%}" for share in shares))] if any(shares) else []),
-        ("peak activations", *map(size, report.peak_activation_bytes)),
-        *(
-            [("foreseen by the profile", *map(size, foreseen))]
-            if (foreseen := report.peak_activation_bytes_predicted)
-            else []
-        ),
-        ("without recomputation", *map(size, report.peak_activation_bytes_never)),
-        *([("set of a microbatch", *map(size, report.set_bytes))] if report.set_bytes else []),
-        *([("its input, held for R", *map(size, report.input_bytes))] if report.input_bytes else []),
-        *([("its outputs kept for R", *map(size, report.kept_bytes))] if any(report.kept_bytes) else []),
-        *([("sets in host memory", *map(size, report.host_bytes))] if any(report.host_bytes) else []),
-    ]
+    """Recomputation and memory, a column per rank; without the rows of which nothing is known, or which are 0 on each rank."""
+
+    def sizes(of_ranks: PerRank, *, rare: bool = False) -> list[str]:
+        return [] if rare and not any(of_ranks) else list(map(size, of_ranks))
+
+    places = report.ranks if num_replicas_of(report.ranks) > 1 else ()
+    rows = {
+        "replica": [str(where.replica) for where in places],
+        "stages": [" ".join(map(str, where.stages)) for where in places],
+        "recompute hidden": [number(value, "{:.4f} s") for value in report.recompute_hidden_seconds],
+        "recompute exposed": [number(value, "{:.4f} s") for value in report.recompute_exposed_seconds],
+        "backward deferred to W": [
+            f"{share or 0:.0%}" for share in report.deferred_share if any(report.deferred_share)
+        ],
+        "peak activations": sizes(report.peak_activation_bytes),
+        "foreseen by the profile": sizes(report.peak_activation_bytes_predicted),
+        "without recomputation": sizes(report.peak_activation_bytes_never),
+        "set of a microbatch": sizes(report.set_bytes),
+        "its input, held for R": sizes(report.input_bytes),
+        "its outputs kept for R": sizes(report.kept_bytes, rare=True),
+        "sets in host memory": sizes(report.host_bytes, rare=True),
+    }
+    known = {name: cells for name, cells in rows.items() if cells}
     head = ("", *(f"rank {rank}" for rank in range(len(report.peak_activation_bytes))))
-    return Table(head, rows, words=words_of(name for name, *_ in rows))
+    return Table(head, [(name, *cells) for name, cells in known.items()], words=words_of(known))
 
 
 # From what the steps did to the report ----------------------------------------------------------------------------
@@ -302,17 +297,19 @@ def measured_and_predicted(
 
 def with_bytes(costs: Costs, last: Report) -> Costs:
     """With what a microbatch took in `last`: of several stages of a rank each is charged as the largest."""
-    if not any(last.set_bytes):
+    holders = {stage: report for report in last.of_ranks if report.replica == 0 for stage in report.stages}
+    if not any(last.per_rank("set_bytes")) or len(holders) != costs.num_stages:  # or nobody said who holds what
         return costs
-    ranks = {stage: where.rank for where in last.ranks if where.replica == 0 for stage in where.stages}
-    if len(ranks) != costs.num_stages:  # whoever made the report did not say who holds what
-        return costs
-    sizes = {
-        name: tuple(float(getattr(last, name)[ranks[stage]]) for stage in range(costs.num_stages))
-        for name in ("set_bytes", "input_bytes", "kept_bytes")
-    }
+
+    def bytes_of(name: str) -> tuple[float, ...]:
+        return tuple(float(getattr(holders[stage], name)) for stage in range(costs.num_stages))
+
+    kept = bytes_of("kept_bytes")
     return replace(
-        costs, **{name: of_stages for name, of_stages in sizes.items() if name != "kept_bytes" or any(of_stages)}
+        costs,
+        set_bytes=bytes_of("set_bytes"),
+        input_bytes=bytes_of("input_bytes"),
+        kept_bytes=kept if any(kept) else costs.kept_bytes,
     )
 
 
@@ -338,7 +335,7 @@ def make_report(
     compared = [step for step in metrics if step.step >= first_step - 1 + FIRST_COMPARED_STEP]
     settled = compared or metrics
 
-    held: dict[str, Any] = {name: getattr(last.ops, name, ()) for name in _HELD}
+    held: dict[str, Any] = {name: last.ops.per_rank(name) for name in _HELD} if last.ops else {}
 
     def median(name: str) -> float | None:
         return _median(getattr(step, name) for step in settled)
@@ -361,7 +358,9 @@ def make_report(
         recompute_hidden_seconds=medians("recompute_hidden_seconds"),
         recompute_exposed_seconds=medians("recompute_exposed_seconds"),
         peak_activation_bytes=peak_activation_bytes(metrics),
-        peak_activation_bytes_never=last.ops.peak_activation_bytes_never if last.ops else (None,) * last.num_ranks,
+        peak_activation_bytes_never=last.ops.per_rank("peak_activation_bytes_never")
+        if last.ops
+        else (None,) * last.num_ranks,
         mfu=median("mfu"),
         deferred_share=tuple(rank.deferred_share for rank in last.ops.breakdown) if last.ops else (),
         first_step=first_step,

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from dataclasses import dataclass
 from typing import Any
 
-from pipetrain.monitor.breakdown import (
-    RankBreakdown,
-    break_down,
-    bubble_fraction,
-    bytes_over_time,
-    exposed_intervals,
-    stash_over_time,
-)
+from pipetrain.monitor.breakdown import RankBreakdown, break_down, bubble_fraction, bytes_over_time, exposed_intervals
+from pipetrain.monitor.draw.table import count_of, number
 from pipetrain.plan.mesh import RankPlace
+from pipetrain.schedule.alive import OPENS_STASH, ends_stash
 from pipetrain.schedule.bound import bound_of, proof_of, proven_gap
 from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
@@ -83,6 +79,18 @@ class Shown:
     def title(self) -> str:
         return title_of(self.schedule)
 
+    @property
+    def facts(self) -> str:
+        """Step, bound, bubble and where recomputation went, in a few words each."""
+        facts = [f"step {number(self.step_seconds)} s", f"bound {number(self.bound_seconds)} s"]
+        facts.append(f"bubble {self.bubble_fraction:.0%}")
+        if (recompute := self.hidden_seconds + self.exposed_seconds) > 0:
+            facts.append(f"recompute hidden {number(self.hidden_seconds)} of {number(recompute)} s")
+        if reducing := max(rank.reduce_exposed_seconds for rank in self.breakdown):
+            facts.append(f"reduce exposed {number(reducing)} s")
+        sets = " ".join(f"{rank.peak_sets:.3g}" for rank in self.breakdown)
+        return "  ·  ".join([*facts, f"sets alive per rank {sets}"])
+
     def peak_bytes(self) -> tuple[float, ...] | None:
         """Per rank the most bytes of sets and stashed inputs at once, if the costs say their size."""
         if not self.costs.set_bytes or not self.costs.input_bytes:
@@ -107,12 +115,15 @@ class Shown:
 
     def peak_stash(self) -> list[int]:
         """Per rank the most microbatches between F and the end of their backward at once, summed over its stages."""
-        events = map(self.timeline.of_rank, range(self.schedule.num_ranks))
-        return [max((held for _, held in stash_over_time(self.schedule, of_rank)), default=0) for of_rank in events]
+        peaks = []
+        for rank in range(self.schedule.num_ranks):
+            ops = [event.op for event in self.timeline.of_rank(rank) if event.op.stage >= self.schedule.first_backward]
+            held = itertools.accumulate((op.kind in OPENS_STASH) - ends_stash(op) for op in ops)
+            peaks.append(max(held, default=0))
+        return peaks
 
-    def later_stages(self, rank: int) -> tuple[int, ...]:
-        """All stages of `rank` but its first: pictures have to tell them apart."""
-        return tuple(stage for stage, holder in enumerate(self.schedule.stage_ranks) if holder == rank)[1:]
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        return tuple(stage for stage, holder in enumerate(self.schedule.stage_ranks) if holder == rank)
 
     def exposed(self, rank: int) -> list[tuple[float, float]]:
         """When the recomputation of `rank` kept the next op from running."""
@@ -138,10 +149,12 @@ class Shown:
 def title_of(schedule: Schedule) -> str:
     """For example `gpipe, overlap: 4 stages x 8 microbatches`, `1f1b, split, ...`, or `... 4 stages on 2 ranks, placed v, x 8 microbatches`; with
     replicas, `4 replicas of 2 stages x 8 microbatches`."""
-    ranks = "" if schedule.num_ranks == schedule.num_stages else f" on {_count(schedule.num_ranks, 'rank')}"
+    ranks = "" if schedule.num_ranks == schedule.num_stages else f" on {count_of(schedule.num_ranks, 'rank')}"
     placement = spelling_of(schedule.stage_ranks)
     ranks += "" if placement == "loop" else f", placed {placement},"
-    size = f"{_count(schedule.num_stages, 'stage')}{ranks} x {_count(schedule.num_microbatches, 'microbatch', 'es')}"
+    size = (
+        f"{count_of(schedule.num_stages, 'stage')}{ranks} x {count_of(schedule.num_microbatches, 'microbatch', 'es')}"
+    )
     size = f"{schedule.num_replicas} replicas of {size}" if schedule.num_replicas > 1 else size
     halves = ", split" if is_split(schedule) and schedule.family not in ALWAYS_SPLIT else ""
     return f"{schedule.family}{halves}, {_policy(schedule.policy)}: {size}"
@@ -160,9 +173,9 @@ def chrome_trace(timeline: Timeline) -> str:
     events: list[dict[str, Any]] = []
     for rank in range(timeline.num_ranks):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        for number, lane in enumerate(lanes):
+        for thread, lane in enumerate(lanes):
             name = {"name": lane.value}
-            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": name})
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": name})
     for event in timeline.events:
         events.append(
             {
@@ -197,10 +210,6 @@ def _policy(policy: RecomputePolicy) -> str:
 
 def _numbers(value: Sets | None) -> str:
     return "-".join(f"{number:g}" for number in (value if isinstance(value, tuple) else (value,)) if number is not None)
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def show_schedule(schedule: Schedule, costs: Costs | None = None, least_seconds: float | None = None) -> Shown:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pipetrain.monitor.breakdown import RankBreakdown, break_down_replicas, bubble_fraction
+from pipetrain.monitor.breakdown import CAUSES, Bubble, RankBreakdown, break_down_replicas, bubble_fraction
 from pipetrain.plan.mesh import RankPlace
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.op import Lane, Op
@@ -68,25 +68,16 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Report:
-    """One step of all ranks; lists have one entry per rank, `timelines` one per replica."""
+    """One step of all ranks: what each of them reported, and where its time went. `timelines` has one entry per replica."""
 
-    step: int
     schedule: Schedule  # of each replica
+    of_ranks: tuple[RankReport, ...]
     timelines: tuple[Timeline, ...]
-    ranks: tuple[RankPlace, ...]
     breakdown: tuple[RankBreakdown, ...]
-    peak_activation_bytes: tuple[int, ...]
-    peak_activation_bytes_never: tuple[int, ...]
-    peak_memory_bytes: tuple[int | None, ...]
-    peak_reserved_bytes: tuple[int | None, ...]
-    communicator_bytes: tuple[int | None, ...]
-    clock_error_seconds: float
-    peak_stage_bytes: tuple[int, ...] = ()
-    set_bytes: tuple[int, ...] = ()  # of one microbatch, the most of any stage of the rank
-    input_bytes: tuple[int, ...] = ()
-    kept_bytes: tuple[int, ...] = ()
-    host_bytes: tuple[int, ...] = ()
-    limit_bytes: tuple[int | None, ...] = ()  # what the rank's device has
+
+    def per_rank(self, name: str) -> tuple[Any, ...]:
+        """A field of the ranks' reports, of each of them."""
+        return tuple(getattr(report, name) for report in self.of_ranks)
 
     @property
     def timeline(self) -> Timeline:
@@ -105,7 +96,7 @@ class Report:
 
     def ranks_of(self, replica: int) -> tuple[RankPlace, ...]:
         """Those of one replica, as its timeline counts them."""
-        own = (where for where in self.ranks if where.replica == replica)
+        own = (where for where in self.per_rank("where") if where.replica == replica)
         return tuple(sorted(own, key=lambda where: where.place))
 
     def breakdown_of(self, replica: int) -> tuple[RankBreakdown, ...]:
@@ -116,7 +107,6 @@ class Report:
     def of(reports: Iterable[RankReport], schedule: Schedule) -> Report:
         """The step of all ranks, which these reports are of."""
         ranks = sorted(reports, key=lambda report: report.rank)
-        places = tuple(report.where for report in ranks)
         replicas: dict[int, dict[int, RankReport]] = {}
         for report in ranks:
             replicas.setdefault(report.replica, {})[report.where.place] = report
@@ -125,19 +115,8 @@ class Report:
             for _, own in sorted(replicas.items())
         )
         parts = break_down_replicas(schedule, timelines)
-        return Report(
-            step=ranks[0].step,
-            schedule=schedule,
-            timelines=timelines,
-            ranks=places,
-            breakdown=tuple(replace(parts[where.replica][where.place], rank=where.rank) for where in places),
-            clock_error_seconds=max(report.clock_error_seconds for report in ranks),
-            **{name: tuple(getattr(report, name) for report in ranks) for name in _BYTES},
-        )
-
-
-# Fields of a rank's report that the report of all has under the same name, per rank.
-_BYTES = tuple(field.name for field in fields(Report) if "_bytes" in field.name)
+        breakdown = (replace(parts[one.replica][one.where.place], rank=one.rank) for one in ranks)
+        return Report(schedule, tuple(ranks), timelines, tuple(breakdown))
 
 
 @dataclass(frozen=True)
@@ -162,16 +141,22 @@ class StepFigures:
     def num_ranks(self) -> int:
         return len(self.peak_memory_bytes)
 
+    @staticmethod
+    def of(ops: Report) -> StepFigures:
+        return StepFigures(ops.step_seconds, ops.per_rank("peak_memory_bytes"), ops)
+
 
 PerRank = tuple[float | None, ...]
 
 # A line of metrics.jsonl ---------------------------------------------------------------------------------------------
 
+# Figures per rank that have the same name here: in the report of a rank, and in its breakdown.
 _OF_REPORT = ("peak_activation_bytes", "peak_reserved_bytes", "communicator_bytes")
+_OF_BREAKDOWN = (*CAUSES, "recompute_hidden_seconds", "recompute_exposed_seconds")
 
 
-@dataclass(frozen=True)
-class StepMetrics:
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics(Bubble[PerRank]):
     """One step. None: does not apply, or was not reported for this step. Tuples: a number per rank, in rank order. Seconds, bytes."""
 
     step: int  # from 1
@@ -188,27 +173,12 @@ class StepMetrics:
     mfu: float | None
     recompute_hidden_seconds: PerRank
     recompute_exposed_seconds: PerRank
-    wait_activation_seconds: PerRank
-    wait_gradient_seconds: PerRank
-    fill_seconds: PerRank
-    drain_seconds: PerRank
-    imbalance_seconds: PerRank
-    unexplained_seconds: PerRank
     peak_activation_bytes: tuple[int | None, ...]
     peak_memory_bytes: tuple[int | None, ...]
     peak_reserved_bytes: tuple[int | None, ...]
     communicator_bytes: tuple[int | None, ...]
-    reduce_exposed_seconds: PerRank = ()
-    host_seconds: PerRank = ()
-    handover_seconds: PerRank = ()
-    machine_seconds: PerRank = ()
-    wait_copy_seconds: PerRank = ()
     skipped: bool = False  # whether the step was left out: the weights did not change
     phase: int | None = None  # its phase, from 0; None: the run has none
-
-
-# Figures per rank that have the same name in the breakdown of a rank, and in a line of metrics.jsonl.
-_OF_BREAKDOWN = {field.name for field in fields(RankBreakdown)} & {field.name for field in fields(StepMetrics)}
 
 
 def perplexity_of(loss: float | None) -> float | None:
@@ -231,13 +201,11 @@ def metrics_of(
 ) -> StepMetrics:
     """The line of `step` in metrics.jsonl; what is not finite or not known is None. `tokens`: all, and those that count; `seconds`: of the
     whole step."""
-    ops, unknown = figures.ops, (None,) * figures.num_ranks
-
-    def of_breakdown(name: str) -> PerRank:
-        return unknown if ops is None else tuple(getattr(rank, name) for rank in ops.breakdown)
-
-    of_ranks: dict[str, Any] = {name: getattr(ops, name, unknown) for name in _OF_REPORT}
-    of_ranks |= {name: of_breakdown(name) for name in _OF_BREAKDOWN}
+    ops = figures.ops
+    of_ranks: dict[str, PerRank] = dict.fromkeys((*_OF_REPORT, *_OF_BREAKDOWN), (None,) * figures.num_ranks)
+    if ops is not None:
+        of_ranks = {name: ops.per_rank(name) for name in _OF_REPORT}
+        of_ranks |= {name: tuple(getattr(rank, name) for rank in ops.breakdown) for name in _OF_BREAKDOWN}
     return StepMetrics(
         step=step,
         loss=result.loss if math.isfinite(result.loss) else None,
@@ -251,9 +219,8 @@ def metrics_of(
         step_seconds=figures.step_seconds,
         bubble_fraction=None if ops is None else bubble_fraction(ops.breakdown),
         mfu=None if mfu_of_a_token_per_second is None else tokens[0] / seconds * mfu_of_a_token_per_second,
-        unexplained_seconds=of_breakdown("other_seconds"),
         peak_memory_bytes=figures.peak_memory_bytes,
         skipped=not result.is_accepted,
         phase=phase,
-        **of_ranks,
+        **of_ranks,  # type: ignore[arg-type]
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipetrain.plan.mesh import RankPlace
@@ -40,8 +40,8 @@ class StragglerWatch:
     """
 
     def __init__(self, work: Mapping[int, Hashable], ranks: Sequence[RankPlace] = ()) -> None:
-        self._places = {where.rank: where.place for where in ranks}
         self._ranks = {(where.replica, where.place): where.rank for where in ranks}
+        self._places = {where.rank: where.place for where in ranks}
         self._given_work = work
         self._early: dict[_Key, list[float]] = defaultdict(list)
         self._latest: dict[_Key, deque[tuple[int, float]]] = defaultdict(lambda: deque(maxlen=WINDOW_STEPS))
@@ -59,8 +59,14 @@ class StragglerWatch:
                 self._early[key].append(seconds)
             else:
                 self._latest[key].append((step, seconds))
-        for key, ratio in self._ratios().items():
-            self._follow(key, ratio)
+        grown = {
+            key: statistics.median(seconds for _, seconds in latest) / statistics.median(self._early[key])
+            for key, latest in self._latest.items()
+            if len(latest) == WINDOW_STEPS
+        }
+        for key, ratio in grown.items():  # how much slower it is than at the start, as far as the other ranks are not
+            others = [value for (rank, _), value in grown.items() if rank != key[0]]
+            self._follow(key, ratio / max(statistics.median(others), 1.0) if others else ratio)
 
     def stragglers(self) -> tuple[Straggler, ...]:
         """By rank and kind: those that were slow for `WINDOW_STEPS` steps or more, each with its longest such time."""
@@ -68,19 +74,6 @@ class StragglerWatch:
         for straggler in self._unequal():
             found.setdefault((straggler.rank, Kind(straggler.kind)), straggler)
         return tuple(found[key] for key in sorted(found, key=lambda key: (key[0], key[1].value)))
-
-    def _ratios(self) -> dict[_Key, float]:
-        """How much slower each is than at the start, as far as the other ranks are not."""
-        full = {key for key, latest in self._latest.items() if len(latest) == WINDOW_STEPS}
-        grown = {
-            key: statistics.median(seconds for _, seconds in self._latest[key]) / statistics.median(self._early[key])
-            for key in full
-        }
-        ratios = {}
-        for (rank, kind), ratio in grown.items():
-            others = [value for (other, _), value in grown.items() if other != rank]
-            ratios[rank, kind] = ratio / max(statistics.median(others), 1.0) if others else ratio
-        return ratios
 
     def _follow(self, key: _Key, ratio: float) -> None:
         if ratio <= LIMIT:
@@ -96,21 +89,17 @@ class StragglerWatch:
         if lasted >= max(WINDOW_STEPS, self._longest.get(key, (0, slow))[0]):
             self._longest[key] = (lasted, slow)
 
-    def _unequal(self) -> Sequence[Straggler]:
+    def _unequal(self) -> Iterator[Straggler]:
         """Ranks that were slow from the start: against the others with the same work."""
-        found = []
-        for (rank, kind), early in self._early.items():
-            work = self._work(rank)
+        usual = {key: statistics.median(early) for key, early in self._early.items() if len(early) == EARLY_STEPS}
+        for (rank, kind), seconds in usual.items():
             others = [
-                statistics.median(seconds)
-                for (other, same), seconds in self._early.items()
-                if same is kind and other != rank and self._work(other) == work
+                value
+                for (other, same), value in usual.items()
+                if same is kind and other != rank and self._work(other) == self._work(rank)
             ]
-            if others and len(early) == EARLY_STEPS:
-                ratio = statistics.median(early) / statistics.median(others)
-                if ratio > LIMIT:
-                    found.append(Straggler(rank, kind.value, ratio, self._first_step or 1, "others"))
-        return found
+            if others and (ratio := seconds / statistics.median(others)) > LIMIT:
+                yield Straggler(rank, kind.value, ratio, self._first_step or 1, "others")
 
     def _work(self, rank: int) -> Hashable:
         """What is equal for ranks that have the same to do."""

@@ -11,9 +11,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from pipetrain.config.records import ObserveConfig, WandbConfig
@@ -94,7 +93,8 @@ class JsonLines(Tracker):
         self._files = [LineFile(file, first_step) for file in files]
 
     def step(self, metrics: StepMetrics) -> None:
-        self._files[0].write([json.dumps(asdict(metrics)) + "\n"])
+        in_order = sorted(asdict(metrics).items(), key=lambda entry: isinstance(entry[1], tuple))  # those per rank last
+        self._files[0].write([json.dumps(dict(in_order)) + "\n"])
 
     def evaluated(self, step: int, heldout_loss: float) -> None:
         self._files[1].write([json.dumps({"step": step, "heldout_loss": heldout_loss}) + "\n"])
@@ -264,8 +264,12 @@ class WandbTracker(Tracker):
         # Read when wandb is imported: nothing on the terminal, no question there, no reports of its own errors.
         os.environ["WANDB_SILENT"] = "true"
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        with _temporary_files_in(self._temporary):
+        self._temporary.mkdir(exist_ok=True)
+        before, tempfile.tempdir = tempfile.tempdir, str(self._temporary)
+        try:  # it makes folders when it is imported and removes them when Python ends; a rank leaves without that
             import wandb
+        finally:
+            tempfile.tempdir = before
 
         def init(mode: str) -> Any:
             return wandb.init(
@@ -331,17 +335,6 @@ def _tell(run: Any, ending: Ending) -> None:
         values["heldout_loss"] = report.heldout_loss
     run.log(values, step=report.steps)
     run.summary.update({"report": asdict(report)})
-
-
-@contextlib.contextmanager
-def _temporary_files_in(folder: Path) -> Iterator[None]:
-    """wandb makes folders when it is imported and removes them when Python ends; a rank leaves without that."""
-    folder.mkdir(exist_ok=True)
-    before, tempfile.tempdir = tempfile.tempdir, str(folder)
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before
 
 
 # TensorBoard: event files in the run folder's tensorboard/ -----------------------------------------------------------

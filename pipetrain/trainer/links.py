@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.comm.device import device_of
-from pipetrain.monitor.residuals import measure_costs
+from pipetrain.monitor.measured_costs import measure_costs
 from pipetrain.plan.plan import make_plan
 from pipetrain.plan.profile import HostLink, Link, Links
 from pipetrain.runtime.pipeline import Pipeline

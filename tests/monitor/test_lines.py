@@ -45,6 +45,9 @@ def test_a_full_disk_costs_lines_and_is_said_once(
         def write(self, data: bytes) -> int:
             return os.write(descriptor, data[:3])
 
+        def fileno(self) -> int:
+            return descriptor
+
         def truncate(self, size: int) -> None:
             os.ftruncate(descriptor, size)
 

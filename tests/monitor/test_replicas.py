@@ -17,10 +17,10 @@ from pipetrain.config.records import ObserveConfig
 from pipetrain.monitor.breakdown import break_down, break_down_replicas
 from pipetrain.monitor.folder import RunFolder
 from pipetrain.monitor.lines import EventFile
+from pipetrain.monitor.measured_costs import measure_costs, op_seconds
 from pipetrain.monitor.recorded import RecordedSteps, page_of_run
 from pipetrain.monitor.recorder import Recorder
 from pipetrain.monitor.report import as_markdown, measured_and_predicted, read_report, remarks, write_report
-from pipetrain.monitor.residuals import measure_costs, op_seconds, residuals
 from pipetrain.monitor.step_report import RankReport, Report, StepFigures, StepResult, metrics_of
 from pipetrain.monitor.stragglers import Straggler
 from pipetrain.monitor.trackers import Tracker, Trackers, figures
@@ -126,26 +126,16 @@ def test_the_sums_of_two_stages_have_a_cost_of_their_own() -> None:
     assert (found.reduce, found.reduce_shared) == ((), (4.0, 4.0))
 
 
-def test_residuals_are_those_of_all_replicas() -> None:
-    slow = dataclasses.replace(COSTS, backward=(2.0, 4.0))
-    found = {
-        one.kind.value: (one.num_ops, one.residual_seconds)
-        for one in residuals(simulate(schedule(), COSTS), simulate(schedule(), COSTS), simulate(schedule(), slow))
-    }
-    assert found["B"] == (8, 0.5)  # two of eight take two seconds longer
-    assert found["F"] == (8, 0.0)
-
-
 # Reports ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", BY_ORDER)
 def test_a_report_has_its_ranks_in_the_order_of_the_run(order: str) -> None:
     report = report_of(one_behind(5.0), order)
-    assert [where.rank for where in report.ranks] == [0, 1, 2, 3]
-    assert [report.ranks[rank].replica for rank in BY_ORDER[order]] == [0, 0, 1, 1]
+    assert [one.rank for one in report.of_ranks] == [0, 1, 2, 3]
+    assert [report.of_ranks[rank].replica for rank in BY_ORDER[order]] == [0, 0, 1, 1]
     assert [rank.rank for rank in report.breakdown] == [0, 1, 2, 3]
-    assert report.peak_activation_bytes == (0, 10, 20, 30)
+    assert report.per_rank("peak_activation_bytes") == (0, 10, 20, 30)
     assert report.breakdown[BY_ORDER[order][2]].fill_seconds == 5  # the first rank of the replica that is behind
     assert [rank.rank for rank in report.breakdown_of(1)] == list(BY_ORDER[order][2:])
     assert len(report.timelines) == 2
@@ -159,7 +149,7 @@ def test_one_replica_reports_as_before() -> None:
     told = [RankReport(rank, 7, timeline.of_rank(rank), 0, 0, None, stages=(rank,)) for rank in range(2)]
     report = Report.of((RankReport.from_json(one.to_json()) for one in told), schedule())
     assert report.timelines == (Timeline(2, tuple(event for rank in range(2) for event in timeline.of_rank(rank))),)
-    assert report.ranks == (RankPlace(0, 0, 0, (0,)), RankPlace(1, 0, 1, (1,)))
+    assert report.per_rank("where") == (RankPlace(0, 0, 0, (0,)), RankPlace(1, 0, 1, (1,)))
 
 
 def test_a_rank_is_called_as_in_messages() -> None:
@@ -249,7 +239,9 @@ def test_no_step_is_below_its_bound_however_its_ops_vary(seed: int) -> None:
 
 def test_one_replica_is_drawn_without_its_number(tmp_path: pathlib.Path) -> None:
     one = report_of(one_behind(5.0))
-    alone = dataclasses.replace(one, timelines=one.timelines[:1], ranks=one.ranks[:2], breakdown=one.breakdown[:2])
+    alone = dataclasses.replace(
+        one, timelines=one.timelines[:1], of_ranks=one.of_ranks[:2], breakdown=one.breakdown[:2]
+    )
     measured, predicted = measured_and_predicted(schedule(), alone, [one.timelines[:1]])
     text = page_of(tmp_path, REPORT, alone, measured, predicted)
     assert [len(step["panels"]) for step in drawn_in(text)["steps"]] == [1]
@@ -291,6 +283,7 @@ def test_trackers_get_the_step_of_the_slowest_replica(tmp_path: pathlib.Path) ->
     told = []
     listener = Tracker()
     listener.finish = told.append  # type: ignore[assignment, method-assign]
+    recorder._trackers.close()
     recorder._trackers = Trackers({"listener": listener})
     recorder.finish(FOUR, measured, predicted, report)
     recorder.close()

@@ -11,7 +11,7 @@ from pages import drawn_in, panels_in
 from shows import show
 from test_report import REPORT
 
-from pipetrain.monitor.draw.page import html, recompute_words
+from pipetrain.monitor.draw.page import html
 from pipetrain.monitor.recorded import RecordedSteps, layers_of_stages, page_of_run
 from pipetrain.monitor.shown import Shown
 from pipetrain.monitor.step_report import RankReport, Report
@@ -87,17 +87,6 @@ def test_without_a_prediction_the_measured_step_stands_alone(tmp_path: pathlib.P
     text = page_of(tmp_path, predicted=False)
     assert "Predicted" not in text
     assert len(panels_in(text)) == 1
-    assert "measured against predicted" not in text
-
-
-def test_what_was_hidden_and_what_was_exposed_is_said(tmp_path: pathlib.Path) -> None:
-    assert "Exposed: 24 s (100%)" in recompute_words(MEASURED)
-    assert recompute_words(PREDICTED) == (
-        "Recomputation took 24 s of all ranks. Hidden: 16 s (67%), in which the rank would have waited. Exposed: 8 s (33%), in "
-        "which the next op had all its inputs and could not run yet; most on rank 2, 8 s."
-    )
-    assert recompute_words(PREDICTED) in page_of(tmp_path)
-    assert recompute_words(show(num_stages=2, num_microbatches=2, recompute="never")) == "Nothing was recomputed."
 
 
 def test_names_are_escaped_and_remarks_are_there(tmp_path: pathlib.Path) -> None:
@@ -130,7 +119,7 @@ def test_what_is_no_page_is_refused_in_a_line(tmp_path: pathlib.Path) -> None:
     for text, words in (
         (None, "there is no such file"),
         ("{", "cannot be read"),
-        ("[]", "format_version=None"),
+        ("[]", "holds no JSON object"),
         ('{"format_version": 99}', "format_version=99, this pipetrain reads 1"),
         ('{"format_version": 1}', "this is not a file of recorded steps"),
         (

@@ -114,7 +114,7 @@ def test_what_cannot_be_watched_is_refused_in_a_line(run: pathlib.Path, capsys: 
     (run / "timeline.json").write_text("{")
     assert main(["watch", str(run)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "timeline.json: cannot be read" in line
+    assert "timeline.json cannot be read" in line
     recorded_in(run).add(1, report_of(step=1))
     assert main(["watch", str(run), "--port=99999"]) == 2
     assert "--port=99999: cannot be used" in capsys.readouterr().err

@@ -124,7 +124,7 @@ MUTANTS = (
     ),
     Mutant(
         "text of the drawing may end its element",
-        "pipetrain/monitor/draw/drawing.py",
+        "pipetrain/monitor/draw/page.py",
         r'text.replace("<", "\\u003c")',
         'text.replace("<", "<")',
         ("tests/monitor/test_run_page.py", "-k", "ends_no_element"),
@@ -376,14 +376,14 @@ MUTANTS = (
     ),
     Mutant(
         "a reduce is charged for the replica that is late",
-        "pipetrain/monitor/residuals.py",
+        "pipetrain/monitor/measured_costs.py",
         "max(event.start, whole.get(event.op, event.start))",
         "min(event.start, whole.get(event.op, event.start))",
         ("tests/monitor/test_replicas.py", "-k", "cost_of_a_reduce"),
     ),
     Mutant(
         "a bucket is charged for the one before",
-        "pipetrain/monitor/residuals.py",
+        "pipetrain/monitor/measured_costs.py",
         'max(whole[event.op], ended.get(event.rank, float("-inf")))',
         "whole[event.op]",
         ("tests/monitor/test_replicas.py", "-k", "cost_of_a_reduce"),

@@ -213,17 +213,6 @@ def test_one_replica_adds_up_nothing() -> None:
     assert "Between nodes" not in text
 
 
-def test_many_replicas_are_not_all_drawn() -> None:
-    schedule = make_schedule("gpipe", num_stages=2, num_microbatches=1, num_replicas=40)
-    plan = make_plan(4, num_stages=2, num_microbatches=1, num_replicas=40)
-    mesh = mesh_of(plan, schedule, Grid(40, 2), ranks_per_node=8)
-    text = draw_mesh(MeshShown(mesh))
-    assert "28 more replicas" in text
-    assert "replica 39" in text
-    assert "replica 20" not in text
-    assert len(mesh.ranks) == 80
-
-
 QUICK = ("pipeline.num_stages=2", "parallel.num_replicas=2", "pipeline.num_microbatches=4", "data.global_batch_size=10")
 
 

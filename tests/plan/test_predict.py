@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipetrain.monitor.residuals import measure_costs
+from pipetrain.monitor.measured_costs import measure_costs
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import OpEvent, Timeline
 from pipetrain.schedule.make import make_schedule

@@ -106,7 +106,7 @@ def test_a_report_says_what_its_device_tells() -> None:
     ranks = [RankReport.from_json(report.to_json()) for report in (told, silent)]
     assert ranks == [told, silent]
     report = Report.of(ranks, make_schedule(num_stages=2, num_microbatches=1))
-    assert report.peak_memory_bytes == (20, 20)
-    assert report.peak_reserved_bytes == (None, 30)
-    assert report.communicator_bytes == (None, 40)
-    assert report.clock_error_seconds == 0.75
+    assert report.per_rank("peak_memory_bytes") == (20, 20)
+    assert report.per_rank("peak_reserved_bytes") == (None, 30)
+    assert report.per_rank("communicator_bytes") == (None, 40)
+    assert report.per_rank("clock_error_seconds") == (0.25, 0.75)

@@ -165,8 +165,8 @@ def reports() -> None:
         everyone = pipeline.gather_report()
         assert (everyone is not None) == pipeline.is_first
         if everyone is not None:
-            assert everyone.step == 0
-            assert len(everyone.peak_activation_bytes) == len(everyone.breakdown) == pipeline.plan.num_ranks
+            assert set(everyone.per_rank("step")) == {0}
+            assert len(everyone.of_ranks) == len(everyone.breakdown) == pipeline.plan.num_ranks
             assert sum(event.op.kind is Kind.B for event in everyone.timeline.events) == 4 * pipeline.plan.num_stages
             assert everyone.step_seconds > 0
 

@@ -130,7 +130,7 @@ def state_and_reports() -> None:
         assert (state is None) == (report is None) == (pipeline.rank > 0)
         if state is not None and report is not None:
             assert all(torch.equal(value, state[name]) for name, value in nn.Sequential(*layers()).state_dict().items())
-            assert [one.rank for one in report.ranks] == [0, 1, 2, 3]
+            assert [one.rank for one in report.of_ranks] == [0, 1, 2, 3]
         assert pipeline.mesh.mesh_dim_names == ("replica", "stage")
 
 

@@ -79,7 +79,11 @@ def test_a_step_runs_copies_beside_the_ranks() -> None:
         (0, 1), (3, 0), (3, 1), (7, 0), (7, 1), (10, 0), (10, 1), (16, 0)
     ]  # fmt: skip
     first, _ = break_down(schedule, simulate(schedule, costs))
-    assert (first.wait_gradient_seconds + first.imbalance_seconds, first.wait_copy_seconds, first.other_seconds) == (
+    assert (
+        first.wait_gradient_seconds + first.imbalance_seconds,
+        first.wait_copy_seconds,
+        first.unexplained_seconds,
+    ) == (
         5,
         1,
         0,

@@ -79,7 +79,7 @@ def test_a_measured_step_in_which_r_runs_beside_b() -> None:
     assert rank.recompute_exposed_seconds == 9 - 7.5  # after the gradient came, while B1 did not run
     assert rank.recompute_hidden_seconds == 1 + 1.5
     assert rank.wait_gradient_seconds == 1 + 1  # 2-3 and 4-5
-    assert rank.other_seconds == 0.5  # 9-9.5: all was there
+    assert rank.unexplained_seconds == 0.5  # 9-9.5: all was there
     assert rank.peak_sets == 2
     assert rank.busy_seconds + rank.bubble_seconds == timeline.step_seconds
 
@@ -99,7 +99,7 @@ def test_idle_time_with_all_inputs_is_accounted_for_as_far_as_the_host_says() ->
     assert rank.handover_seconds == pytest.approx(0.4 - 0.3)
     assert rank.host_seconds == pytest.approx(0.2 + 0.1 + 0.15)
     assert rank.machine_seconds == pytest.approx(0.1 + 0.3 + 0.2 - 0.1 - 0.25)
-    assert rank.other_seconds == pytest.approx(0.2)
+    assert rank.unexplained_seconds == pytest.approx(0.2)
     assert rank.busy_seconds + rank.bubble_seconds == pytest.approx(5.0)
 
 
@@ -124,7 +124,7 @@ def test_inputs_are_the_share_of_a_set_that_they_are() -> None:
     assert counted.peak_sets_with_inputs() == (1 + 3 * 0.25, 1 + 3 * 0.5, 1)
     assert counted.as_json()["peak_sets_with_inputs"] == [1.75, 2.5, 1]
     assert counted.step_seconds == without.step_seconds
-    table = schedules_table([without, counted], ("plain", "counted")).as_text()
+    table = schedules_table([without, counted]).as_text()
     assert [line.split()[-1] for line in table.splitlines() if line][-2:] == ["-", "2.5"]
 
 

@@ -42,7 +42,7 @@ def holds(case: Case) -> None:
     for rank in breakdown:
         assert rank.busy_seconds + rank.bubble_seconds == pytest.approx(timeline.step_seconds, abs=rounding)
         assert min(rank.recompute_hidden_seconds, rank.recompute_exposed_seconds) >= -rounding
-        assert rank.other_seconds <= rounding  # the simulated rank never stands idle when it could run
+        assert rank.unexplained_seconds <= rounding  # the simulated rank never stands idle when it could run
     if policy.mode is not Mode.NEVER:
         places = [policy.places_of(stage) for stage in range(schedule.num_stages)]
         assert all(peak.places <= size for peak, size in zip(peak_sets(schedule), places, strict=True))

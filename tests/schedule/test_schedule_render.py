@@ -138,14 +138,6 @@ def test_memory_is_in_bytes_where_their_sizes_are_known() -> None:
     assert max(held for _, held in panel["held"][0]) == 30e6
 
 
-def test_two_staircases_share_a_time_scale() -> None:
-    inline = show(num_stages=4, num_microbatches=8, recompute="inline")
-    long = staircase(inline.timeline, width=120)
-    short = staircase(SHOWN.timeline, width=120, seconds=inline.step_seconds)
-    assert [len(line) for line in long.splitlines()] == [len(line) for line in short.splitlines()]
-    assert short.splitlines()[0].endswith("." * 4)
-
-
 def test_chrome_trace() -> None:
     trace = json.loads(chrome_trace(SHOWN.timeline))["traceEvents"]
     ops = {(event["pid"], event["name"]): event for event in trace if event["ph"] == "X"}

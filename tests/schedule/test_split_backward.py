@@ -108,7 +108,7 @@ def test_breakdown() -> None:
     first, middle, last = three_by_four().breakdown
     assert [rank.wait_gradient_seconds for rank in (first, middle, last)] == [2, 1, 0]
     assert [rank.drain_seconds for rank in (first, middle, last)] == [0, 0, 0]
-    assert {rank.other_seconds for rank in (first, middle, last)} == {0}
+    assert {rank.unexplained_seconds for rank in (first, middle, last)} == {0}
     assert {rank.deferred_share for rank in (first, middle, last)} == {0.5}
     assert [rank.recompute_hidden_seconds for rank in three_by_four("overlap").breakdown] == [4, 1, 0]
     assert [rank.recompute_exposed_seconds for rank in three_by_four("overlap").breakdown] == [0, 3, 0]

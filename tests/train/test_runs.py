@@ -86,7 +86,6 @@ def test_the_run_folder_has_everything(finished: Finished) -> None:
     assert drawn_in(page)["charts"]["steps"] == [1, 2, 3, 4, 5, 6]
     assert "block" in drawn_in(page)["stages"][0]
     assert "unexplained" in page
-    assert "residual ms" in page
 
 
 def test_metrics_have_exactly_the_keys(finished: Finished) -> None:

@@ -1,28 +1,51 @@
 """Pages that open anywhere: one file each, with its style, its script and what that draws.
 
 `page` is their frame, `html` the page of schedules before they run, and `run_page` timeline.html, that of a run: the step that was
-predicted above one that was measured, and where their time went.
+predicted above one that was measured, and where their time went. timeline.js draws plain values: panels, one per step or schedule, and
+figures over steps. Times in them are seconds from the start of the panel's step, rounded to 0.1 microseconds.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from pipetrain.config.read_files import fitted
 from pipetrain.config.terminal import printable
-from pipetrain.monitor.breakdown import RankBreakdown
-from pipetrain.monitor.draw.drawing import CAUSES, drawing_data, panel_of
+from pipetrain.monitor.breakdown import RankBreakdown, bytes_over_time, sets_over_time
+from pipetrain.monitor.draw.palette import LOOKS
 from pipetrain.monitor.draw.table import Table, number, size
 from pipetrain.monitor.draw.terminal import MeshShown, mesh_grid, mesh_notes, mesh_table
-from pipetrain.monitor.report import RunReport, in_a_line, remarks, report_parts
-from pipetrain.monitor.residuals import residuals
+from pipetrain.monitor.report import RunReport, in_a_line, most, remarks, report_parts
 from pipetrain.monitor.shown import Shown
+from pipetrain.schedule.events import ran_beside
+from pipetrain.schedule.op import Kind, Lane
 
 _HERE = Path(__file__).parent
+_READY = "has all that its next op needs"
+_COPY = "a set to come back from host memory, or for the copy that frees a place"
+_MACHINE = "its machine runs others or another thread holds Python's lock"
+# Of each cause of the bubble: the head of its column, the field of the breakdown, what the rank does meanwhile.
+_CAUSES = {
+    "fill": ("fill_seconds", "has not started its first op"),
+    "drain": ("drain_seconds", "has ended its last op"),
+    "reduce": ("reduce_exposed_seconds", "adds up gradients after the last op of any rank"),
+    "wait F": ("wait_activation_seconds", "waits for an activation of the stage before"),
+    "wait B": ("wait_gradient_seconds", "waits for a gradient of the stage after"),
+    "copy": ("wait_copy_seconds", f"waits for {_COPY}"),
+    "imbalance": ("imbalance_seconds", "has less work than the busiest rank, which no order avoids"),
+    "host": ("host_seconds", f"{_READY}, and is on the way to it"),
+    "hand-over": ("handover_seconds", f"{_READY}, and the thread that computes has not been woken yet"),
+    "machine": ("machine_seconds", f"{_READY}, and is not run, as {_MACHINE}"),
+    "unexplained": ("unexplained_seconds", f"{_READY}, and runs nothing"),
+}
+_LANES = list(Lane)
+Panel = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -34,10 +57,7 @@ class Section:
     tables: tuple[Table, ...] = ()
 
     def as_html(self) -> str:
-        return "\n".join([heading(self.title), *map(paragraph, self.text), *map(framed, self.tables)])
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "tables": [{**asdict(table), "left": sorted(table.left)} for table in self.tables]}
+        return "\n".join([heading(self.title), *map(paragraph, self.text), *(table.as_html() for table in self.tables)])
 
 
 def page(title: str, *parts: str, live: bool = False) -> str:
@@ -58,7 +78,6 @@ def html(*shown: Shown, above: Sequence[str] = (), others: Mapping[str, Shown] |
         {"step": number, "panels": [panel_of(one, name)]} for number, (name, one) in enumerate((others or {}).items())
     ]
     sections = [
-        Section("Where the recomputation went", recomputation(shown, names)),
         Section("Numbers", tables=(schedules_table(shown),)),
         *rank_numbers(shown, names),
     ]
@@ -78,46 +97,19 @@ def run_page(values: Mapping[str, Any], charts: Any, *, above: Sequence[Section]
 
 
 def run_sections(
-    report: RunReport,
-    measured: Sequence[Shown],
-    names: Sequence[str],
-    predicted: Shown | None,
-    clock_error_seconds: float,
+    report: RunReport, shown: Sequence[Shown], names: Sequence[str], clock_error_seconds: float
 ) -> list[Section]:
-    """What stands below the drawing of a run that is over. `names`: of the predicted step, if there is one, and those measured."""
-    shown = [*([] if predicted is None else [predicted]), *measured]
-    clocks = f"The clocks of the ranks agree to within {clock_error_seconds * 1e6:.0f} microseconds."
-    return [
-        report_section(report),
-        Section("Where the recomputation went", recomputation(shown, names)),
-        Section("The steps drawn above", (clocks,), (schedules_table(shown, names),)),
-        *rank_numbers(shown, names),
-        *([] if predicted is None else [_against(predicted, measured)]),
-    ]
-
-
-def report_section(report: RunReport) -> Section:
-    """The report of the whole run."""
+    """What stands below the drawing of a run that is over. `names`: of the steps that are `shown`."""
     parts = report_parts(report)
-    text = (in_a_line(report), *(part for part in parts if isinstance(part, str)), *remarks(report))
-    return Section("The whole run", text, tuple(part for part in parts if isinstance(part, Table)))
+    clocks = f"The clocks of the ranks agree to within {clock_error_seconds * 1e6:.0f} microseconds."
+    text = (in_a_line(report), *(part for part in parts if isinstance(part, str)), *remarks(report), clocks)
+    tables = tuple(part for part in parts if isinstance(part, Table))
+    return [Section("The whole run", text, tables), *rank_numbers(shown, names)]
 
 
 def slowest_of(measured: Sequence[Shown]) -> int:
     """The replica whose last op ended last: it is what the others wait for in the end."""
     return max(range(len(measured)), key=lambda replica: measured[replica].timeline.last_op_end)
-
-
-def _against(predicted: Shown, measured: Sequence[Shown]) -> Section:
-    """What each kind of op took more or less than predicted, over all replicas."""
-    caption = "Means over the ops of a kind, in milliseconds; number is how many there are, and a hop counts as its receive. Residual: measured - predicted."
-    rows = []
-    for one in residuals(predicted.timeline, *(each.timeline for each in measured)):
-        share = f"{one.residual_seconds / one.predicted_seconds:+.1%}" if one.predicted_seconds > 0 else "-"
-        numbers = (one.predicted_seconds, one.measured_seconds, one.residual_seconds)
-        rows.append([one.kind.value, str(one.num_ops), *(f"{seconds * 1e3:.3f}" for seconds in numbers), share])
-    head = ["op", "number", "predicted ms", "measured ms", "residual ms", "residual"]
-    return Section("Kinds of op, measured against predicted", (caption,), (Table(head, rows),))
 
 
 def heading(text: str, level: int = 2) -> str:
@@ -128,16 +120,11 @@ def paragraph(text: str) -> str:
     return f"<p>{escape(printable(text))}</p>"
 
 
-def framed(table: Table) -> str:
-    """A table that scrolls where the window is narrower."""
-    return f'<div class="table">{table.as_html()}</div>'
-
-
 def mesh_html(shown: MeshShown) -> str:
     """Part of a page."""
     drawn = f"<pre>{escape(mesh_grid(shown.mesh))}</pre>"
     notes = map(paragraph, mesh_notes(shown))
-    return "\n".join([heading(shown.title), drawn, framed(mesh_table(shown.mesh)), *notes])
+    return "\n".join([heading(shown.title), drawn, mesh_table(shown.mesh).as_html(), *notes])
 
 
 def tables_html(sections: Iterable[Section]) -> str:
@@ -147,42 +134,7 @@ def tables_html(sections: Iterable[Section]) -> str:
 
 def drawing(data: str, picker: str = "recorded step") -> str:
     """The part that timeline.js fills from `data`, the text of `drawing_data`. `picker`: what the list of steps is called."""
-    return f"""<div id="drawing">
-<div class="tools"><span id="picker"><label>{picker} <select id="step" aria-label="{picker}"></select></label></span>
-<span><button id="closer" aria-label="zoom in">+</button> <button id="farther" aria-label="zoom out">&minus;</button>
-<button id="whole">whole step</button></span>
-<label><input type="checkbox" id="lanes"> a row per lane</label>
-<span class="tools" id="legend"></span></div>
-<canvas id="steps" tabindex="0" role="img" aria-label="Ops of each rank over time; arrow keys choose an op, whose facts follow" aria-describedby="chosen"></canvas>
-<p class="faint help">Click an op, or use the arrow keys: its facts stand here. Drag moves, Ctrl and wheel, double click or + and - zoom, 0 shows the whole step, [ and ]
-pick another step. Paler boxes are of a later stage of the same rank.</p>
-<div id="chosen" role="status" aria-live="polite"></div>
-<h2>Memory per rank</h2><canvas id="memory" role="img" aria-label="What each rank holds over time" aria-describedby="memory-words"></canvas>
-<p class="faint" id="memory-words"></p>
-<h2>Busy and idle time, by cause</h2><p class="faint" id="bars-of"></p><div class="bars" id="bars"></div><div class="causes" id="causes"></div>
-<div id="over"><h2>Over the steps</h2><div class="charts" id="charts"></div></div>
-<div id="tip"></div></div>
-<script type="application/json" id="data">{data}</script>"""
-
-
-def recomputation(shown: Sequence[Shown], names: Sequence[str]) -> tuple[str, ...]:
-    """Where the recomputation of each step went, in a sentence or three."""
-    return tuple(f"{name}. {recompute_words(one)}" for one, name in zip(shown, names, strict=True))
-
-
-def recompute_words(one: Shown) -> str:
-    """How much of the recomputation was hidden, how much exposed, and on which rank most; seconds summed over ranks."""
-    hidden, exposed = one.hidden_seconds, one.exposed_seconds
-    if (total := hidden + exposed) <= 0:
-        return "Nothing was recomputed."
-    words = (
-        f"Recomputation took {number(total)} s of all ranks. Hidden: {number(hidden)} s ({hidden / total:.0%}), in which the "
-        f"rank would have waited. Exposed: {number(exposed)} s ({exposed / total:.0%})"
-    )
-    if exposed <= 0:
-        return f"{words}: no op had to wait for it."
-    most, worst = max((rank.recompute_exposed_seconds, -place) for place, rank in enumerate(one.breakdown))
-    return f"{words}, in which the next op had all its inputs and could not run yet; most on {one.rank_name(-worst)}, {number(most)} s."
+    return Template((_HERE / "timeline.html").read_text()).substitute(data=data, picker=picker)
 
 
 def rank_numbers(shown: Sequence[Shown], names: Sequence[str]) -> list[Section]:
@@ -192,35 +144,24 @@ def rank_numbers(shown: Sequence[Shown], names: Sequence[str]) -> list[Section]:
     return [Section(f"{name} · seconds per rank", tables=(table,)) for name, table in zip(names, tables, strict=True)]
 
 
-def schedules_table(shown: Sequence[Shown], names: Sequence[str] = ()) -> Table:
+def schedules_table(shown: Sequence[Shown]) -> Table:
     """A line per schedule: step, bound and bubble, R hidden and exposed (summed over ranks), most sets; and where the costs say
-    them, most sets with the stashed inputs counted as the part of a set that they are, and most bytes.
-
-    `names`: what to call them, if not by their titles.
-    """
-    head = ["schedule", "step s", "bound s", "bubble", "R hidden s", "R exposed s", "peak sets"]
-    rows = [
-        [
-            name,
-            number(one.step_seconds),
-            number(one.bound_seconds),
-            number(one.bubble_fraction, "{:.1%}"),
-            number(one.hidden_seconds),
-            number(one.exposed_seconds),
-            number(max(rank.peak_sets for rank in one.breakdown)),
-        ]
-        for name, one in zip(names or [one.title for one in shown], shown)
-    ]
-    for column, held in (
-        ("with inputs", [one.peak_sets_with_inputs() for one in shown]),
-        ("peak bytes", [one.peak_bytes() for one in shown]),
-    ):
-        if any(ranks is not None for ranks in held):
-            head.append(column)
-            for row, ranks in zip(rows, held):
-                most = None if ranks is None else max(ranks)
-                row.append(size(most) if column == "peak bytes" else number(most, "{:.3g}"))
-    return Table(head, rows, words=[(name, _SCHEDULE_WORDS[name]) for name in head[1:]])
+    them, most sets with the stashed inputs counted as the part of a set that they are, and most bytes."""
+    columns = {
+        "schedule": [one.title for one in shown],
+        "step s": [number(one.step_seconds) for one in shown],
+        "bound s": [number(one.bound_seconds) for one in shown],
+        "bubble": [number(one.bubble_fraction, "{:.1%}") for one in shown],
+        "R hidden s": [number(one.hidden_seconds) for one in shown],
+        "R exposed s": [number(one.exposed_seconds) for one in shown],
+        "peak sets": [number(max(rank.peak_sets for rank in one.breakdown)) for one in shown],
+        "with inputs": [number(most(one.peak_sets_with_inputs()), "{:.3g}") for one in shown],
+        "peak bytes": [size(most(one.peak_bytes())) for one in shown],
+    }
+    known = {head: cells for head, cells in columns.items() if set(cells) != {"-"}}
+    return Table(
+        tuple(known), list(zip(*known.values())), words=[(name, _SCHEDULE_WORDS[name]) for name in list(known)[1:]]
+    )
 
 
 _SCHEDULE_WORDS = {
@@ -235,36 +176,113 @@ _SCHEDULE_WORDS = {
 }
 
 
+_RARE = ("reduce", "copy", "host", "hand-over", "machine")  # causes that have a column only if they occur
+
+
 def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
     """A line per rank: busy seconds, the bubble by cause, R hidden and exposed, most sets alive."""
-    rare = ("reduce", "copy", "host", "hand-over", "machine")  # these only if they occur
-    found = {head for head in rare if any(getattr(rank, CAUSES[head][0]) > 0 for rank in breakdown)}
-    causes = {head: cause for head, cause in CAUSES.items() if head in found or head not in rare}
-    head = ["rank", "busy", *causes, "R hidden", "R exposed", "peak sets"]
-    rows = [
-        [
-            str(rank.rank),
-            number(rank.busy_seconds),
-            *(number(_or_zero(getattr(rank, field), rank)) for field, *_ in causes.values()),
-            number(rank.recompute_hidden_seconds),
-            number(rank.recompute_exposed_seconds),
-            number(rank.peak_sets),
-        ]
-        for rank in breakdown
-    ]
+    causes = {head: [getattr(rank, field) for rank in breakdown] for head, (field, _) in _CAUSES.items()}
+    columns = {
+        "busy": [rank.busy_seconds for rank in breakdown],
+        **{head: seconds for head, seconds in causes.items() if any(seconds) or head not in _RARE},
+        "R hidden": [rank.recompute_hidden_seconds for rank in breakdown],
+        "R exposed": [rank.recompute_exposed_seconds for rank in breakdown],
+        "peak sets": [rank.peak_sets for rank in breakdown],
+    }
+    words = {
+        "busy": "The rank computes. All columns up to unexplained add up to the step.",
+        **{head: f"The rank {words}." for head, (_, words) in _CAUSES.items() if head in columns},
+        "R hidden": "Recomputation that cost no time: the rank would have waited.",
+        "R exposed": "Recomputation for which the next op had to wait.",
+        "peak sets": "Most sets of activations alive at once.",
+    }
+    rows = zip(*([number(round(value, 12)) for value in column] for column in columns.values()))
     return Table(
-        head,
-        rows,
-        words=[
-            ("busy", "The rank computes. All columns up to unexplained add up to the step."),
-            *((head, f"The rank {words}.") for head, (_, words, *_) in causes.items()),
-            ("R hidden", "Recomputation that cost no time: the rank would have waited."),
-            ("R exposed", "Recomputation for which the next op had to wait."),
-            ("peak sets", "Most sets of activations alive at once."),
-        ],
+        ("rank", *columns),
+        [(str(rank.rank), *row) for rank, row in zip(breakdown, rows)],
+        words=list(words.items()),
     )
 
 
-def _or_zero(seconds: float, rank: RankBreakdown) -> float:
-    """`seconds`, or 0 for a rounding error."""
-    return seconds if seconds > 1e-12 * (rank.busy_seconds + rank.bubble_seconds) else 0.0
+# What timeline.js draws --------------------------------------------------------------------------------------------
+
+
+def panel_of(one: Shown, name: str, *, peak: Sequence[float | None] = (), limit: Sequence[float | None] = ()) -> Panel:
+    """One schedule or step. `peak`: bytes of activations measured per rank; `limit`: bytes that its device has."""
+    schedule, costs = one.schedule, one.costs
+    of_rank = [one.timeline.of_rank(rank) for rank in range(schedule.num_ranks)]
+    in_bytes = bool(costs.set_bytes and costs.input_bytes)
+    held = [
+        bytes_over_time(schedule, events, costs) if in_bytes else sets_over_time(schedule, events) for events in of_rank
+    ]
+    fields = ["busy_seconds", *(field for field, _ in _CAUSES.values())]
+
+    def at(moment: float) -> float:
+        return _rounded(moment - one.start)
+
+    return {
+        "name": name,
+        "facts": one.facts,
+        "seconds": _rounded(one.step_seconds),
+        "ranks": [one.rank_name(rank) for rank in range(schedule.num_ranks)],
+        "rank_stages": [one.stages_of(rank) for rank in range(schedule.num_ranks)],
+        "beside": any(ran_beside(event for event in events if event.op.kind.computes) for events in of_rank),
+        "ops": [
+            [event.rank, _LANES.index(event.lane), str(event.op), at(event.start), _rounded(event.end - event.start)]
+            for events in of_rank
+            for event in events
+        ],
+        "exposed": [
+            [rank, at(begin), at(end)] for rank in range(schedule.num_ranks) for begin, end in one.exposed(rank)
+        ],
+        "parts": [[_rounded(getattr(rank, field)) for field in fields] for rank in one.breakdown],
+        # Changes at one moment count as one: a set that takes another's place.
+        "held": [[[at(time), amount] for time, amount in dict(curve).items()] for curve in held],
+        "bytes": in_bytes,
+        "input": list(costs.input_bytes) if in_bytes else [],
+        "set": list(costs.set_bytes) if in_bytes else [],
+        "peak": list(peak),
+        "limit": list(limit) if any(limit) else [],
+    }
+
+
+def charts_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Figures over steps, from lines of metrics.jsonl; what is no finite number is None."""
+    keys = {"loss": "loss", "tokens per second": "tokens_per_second", "bubble": "bubble_fraction"}
+    return {
+        "steps": [_finite(line["step"]) for line in lines],
+        "lines": [
+            {"name": name, "values": [_finite(line.get(key)) for line in lines], "percent": name == "bubble"}
+            for name, key in keys.items()
+        ],
+    }
+
+
+def drawing_data(
+    fixed: Sequence[Panel], steps: Sequence[Mapping[str, Any]] = (), *, stages: Sequence[str] = (), charts: Any = None
+) -> str:
+    """The JSON for a page, safe inside of a `script` element. `fixed` panels are always drawn; of `steps` the user picks one."""
+    values = {
+        "kinds": {
+            kind.value: {"word": looks.word, "fill": looks.fill, "ink": looks.ink}
+            for kind in Kind
+            if (looks := LOOKS.get(kind.row.looks or "")) is not None
+        },
+        "causes": [{"name": name, "words": words} for name, (_, words) in _CAUSES.items()],
+        "fixed": list(fixed),
+        "steps": list(steps),
+        "stages": list(stages),
+        "charts": charts or charts_of(()),
+    }
+    # ASCII alone, and no character that could end the element; JSON has no other place for them than strings.
+    text = json.dumps(values, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _rounded(seconds: float) -> float:
+    return round(seconds, 7)
+
+
+def _finite(value: Any) -> float | None:
+    """None: no number, or none that can be drawn."""
+    return value if isinstance(value, int | float) and abs(value) < 2**63 else None

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
-from pipetrain.monitor.draw.drawing import facts_of
 from pipetrain.monitor.draw.palette import LOOKS, THEME, drawn_kinds, looks_of
 from pipetrain.monitor.draw.table import number
 from pipetrain.monitor.shown import Shown
 from pipetrain.schedule.events import OpEvent, ran_beside
 from pipetrain.schedule.op import Lane
 
-_MARGIN = 16
+_WIDTH, _MARGIN = 960, 16
 _LEFT, _RIGHT = 74, 16  # beside the time axis
 _CHARACTER, _SPARE = 6.6, 3.0  # the width of one in a name, and what a box must be wider than its name
 
@@ -26,18 +25,15 @@ _HATCH = """<defs><pattern id="exposed" width="6" height="6" patternUnits="userS
 <rect width="2.2" height="6" fill="#3d2600" fill-opacity=".35"/></pattern></defs>"""
 
 
-def svg(*shown: Shown, width: int = 960, names: Sequence[str] = ()) -> str:
-    """One picture of one schedule, or of several below each other on one time scale.
-
-    `names`: what stands above them, if not their titles.
-    """
+def svg(*shown: Shown) -> str:
+    """One picture of one schedule, or of several below each other on one time scale."""
     longest = max(one.step_seconds for one in shown)
     pieces, top = [], _MARGIN
-    for one, name in zip(shown, names or [one.title for one in shown], strict=True):
-        pieces.append(_panel(one, name, top, width, longest))
+    for one in shown:
+        pieces.append(_panel(one, top, longest))
         top += _HEAD + one.schedule.num_ranks * (_ROW + _GAP) + 42
     height = top + 12
-    shape = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    shape = f'width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}"'
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" {shape} font-family="{_FONT}" font-size="13" role="img">',
@@ -65,13 +61,13 @@ class _Row:
         return _LEFT + (begin - self.start) * self.scale, (end - begin) * self.scale
 
 
-def _panel(one: Shown, name: str, top: int, width: int, longest: float) -> str:
-    scale = (width - _LEFT - _RIGHT) / longest if longest > 0 else 0.0
+def _panel(one: Shown, top: int, longest: float) -> str:
+    scale = (_WIDTH - _LEFT - _RIGHT) / longest if longest > 0 else 0.0
     several = one.schedule.num_stages > one.schedule.num_ranks
     ranks = range(one.schedule.num_ranks)
     rows = [_Row(one.start, scale, top + _HEAD + rank * (_ROW + _GAP)) for rank in ranks]
     bottom = top + _HEAD + len(rows) * (_ROW + _GAP)
-    pieces = [_heading(one, name, top), _axis(one, bottom, scale)]
+    pieces = [_heading(one, top), _axis(one, bottom, scale)]
     for rank, row in enumerate(rows):
         x, length = row.across(one.start, one.end)
         label = f'x="{_MARGIN}" y="{row.y + _ROW / 2 + 4.5:g}">{one.rank_name(rank)}'
@@ -93,7 +89,7 @@ def _boxes(one: Shown, rank: int, row: _Row, several: bool) -> list[str]:
         upper = round(_ROW * 0.6)
         rows = dict.fromkeys(Lane, replace(row, height=upper - 1))
         rows[Lane.RECOMPUTE] = exposed = replace(row, y=row.y + upper, height=_ROW - upper)
-    pieces, later = [], one.later_stages(rank)
+    pieces, later = [], one.stages_of(rank)[1:]
     for event in events:
         data = f'class="op" data-microbatch="{event.op.microbatch}"'
         filled = f'rx="3" fill="{looks_of(event.op.kind).fill}">{_title(event, row.start)}'
@@ -118,10 +114,10 @@ def _rect(row: _Row, begin: float, end: float, before: str, after: str, *, inset
     return f"<rect {before} {place} {after}"
 
 
-def _heading(one: Shown, name: str, top: int) -> str:
+def _heading(one: Shown, top: int) -> str:
     return (
-        f'<text class="text" x="{_MARGIN}" y="{top + 16}" font-size="17" font-weight="600">{escape(name)}</text>'
-        f'<text class="faint" x="{_MARGIN}" y="{top + 38}">{escape("  ·  ".join(facts_of(one)))}</text>'
+        f'<text class="text" x="{_MARGIN}" y="{top + 16}" font-size="17" font-weight="600">{escape(one.title)}</text>'
+        f'<text class="faint" x="{_MARGIN}" y="{top + 38}">{escape(one.facts)}</text>'
     )
 
 

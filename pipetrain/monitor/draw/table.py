@@ -42,11 +42,12 @@ class Table:
         return "\n".join([lines[0], f"|{'|'.join(rule)}|", *lines[1:], *words])
 
     def as_html(self) -> str:
-        """A `table` element."""
+        """A `table` element, which scrolls where the window is narrower; below it the words."""
         head = "".join(self._cells("th", self.head))
         body = "".join(f"<tr>{''.join(self._cells('td', row))}</tr>" for row in self.rows)
         words = "".join(f"<dt>{escape(name)}</dt><dd>{escape(printable(words))}</dd>" for name, words in self.words)
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" + (words and f"<dl>{words}</dl>")
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return f'<div class="table">{table}{words and f"<dl>{words}</dl>"}</div>'
 
     def _widths(self, least: int = 0) -> list[int]:
         return [max(least, *map(len, column)) for column in zip(self.head, *self.rows, strict=True)]
@@ -79,3 +80,8 @@ def size(num_bytes: float | None) -> str:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:,.1f} GB"
+
+
+def count_of(amount: int, noun: str, plural: str = "s") -> str:
+    """For example `1 stage`, `2 stages`; `plural`: what is added to the noun."""
+    return f"{amount:,} {noun}{plural if amount != 1 else ''}"

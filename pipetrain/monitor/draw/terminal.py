@@ -20,40 +20,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipetrain.monitor.draw.palette import Looks, drawn_kinds, looks_of
-from pipetrain.monitor.draw.table import Table, number, size
+from pipetrain.monitor.draw.table import Table, count_of, number, size
 from pipetrain.plan.mesh import MESSAGES, Mesh, MeshRank, Sent
 from pipetrain.schedule.events import OpEvent, Timeline, ran_beside
 from pipetrain.schedule.kinds import COPY_LANES, REDUCING
 from pipetrain.schedule.op import Kind, Lane
 
-_MOST_REPLICAS = 12  # drawn; of more, the first ones and the last
 _GAP = 3  # between columns of text
 _LABEL_COLUMNS = 3  # an op gets this many columns if there is room: "F0" and a gap of its own kind
 
 
-def staircase(
-    timeline: Timeline,
-    *,
-    width: int = 80,
-    colour: bool = False,
-    num_stages: int | None = None,
-    seconds: float | None = None,
-) -> str:
+def staircase(timeline: Timeline, *, width: int = 80, colour: bool = False) -> str:
     """The computing ops of a timeline, never wider than `width` columns.
 
     `F0`, `R0`, `B0` are of microbatch 0, with the stage in front (`2F0`) where a rank has several; `.` is bubble, `%` one in which
     gradients are added up. With
-    `colour`, in ANSI colours. `seconds` is what the width stands for, if not this step: the longest of several steps puts
-    them on one time scale. A rank whose R ran beside other ops, as on a GPU, has a second row for R. Copies of sets to host memory and back
+    `colour`, in ANSI colours. A rank whose R ran beside other ops, as on a GPU, has a second row for R. Copies of sets to host memory and back
     have a row each, with the numbers of the microbatches.
     """
     computing = [event for event in timeline.events if event.op.kind.computes]
-    shared = len({(event.rank, event.op.stage) for event in computing}) > len({event.rank for event in computing})
-    names_stage = (num_stages or 0) > timeline.num_ranks or shared
+    names_stage = len({event.op.stage for event in computing}) > len({event.rank for event in computing})
     labels = [f"rank {rank} " for rank in range(timeline.num_ranks)]
     margin = max((len(label) for label in labels), default=0)
-    span = max(timeline.step_seconds, seconds or 0.0)
-    columns = _columns(computing, span, max(1, width - margin), names_stage)
+    columns = _columns(computing, timeline.step_seconds, max(1, width - margin), names_stage)
     lines = []
     for rank, label in enumerate(labels):
         events = sorted((event for event in computing if event.rank == rank), key=lambda event: event.start)
@@ -62,10 +51,10 @@ def staircase(
         copies = [[event for event in timeline.of_rank(rank) if event.lane is lane] for lane in COPY_LANES]
         rows += [row for row in copies if row]
         for place, row in enumerate(rows):
-            cells = _cells(row, timeline.start, span, columns)
+            cells = _cells(row, timeline, columns)
             if place == 0:
                 sums = [event for event in timeline.events if event.rank == rank and event.op.kind in REDUCING]
-                cells = [cell or one for cell, one in zip(cells, _cells(sums, timeline.start, span, columns))]
+                cells = [cell or one for cell, one in zip(cells, _cells(sums, timeline, columns))]
             lines.append(f"{label if place == 0 else '':<{margin}}{_drawn(cells, names_stage, colour)}")
     return "\n".join(lines)
 
@@ -89,13 +78,12 @@ def _columns(events: Sequence[OpEvent], step_seconds: float, room: int, names_st
     return max(1, min(room, round(per_op * step_seconds / shortest))) if per_op >= longest_name else room
 
 
-def _cells(events: Sequence[OpEvent], start: float, step_seconds: float, columns: int) -> list[OpEvent | None]:
+def _cells(events: Sequence[OpEvent], timeline: Timeline, columns: int) -> list[OpEvent | None]:
     """Per column the event that covers most of it; None where most is bubble."""
     cells: list[OpEvent | None] = []
     first = 0
     for column in range(columns):
-        left = start + step_seconds * column / columns
-        right = start + step_seconds * (column + 1) / columns
+        left, right = (timeline.start + timeline.step_seconds * place / columns for place in (column, column + 1))
         while first < len(events) and events[first].end <= left:
             first += 1
         best, covered, most = None, 0.0, 0.0
@@ -145,9 +133,9 @@ class MeshShown:
     def title(self) -> str:
         """For example `2 replicas x 4 ranks = 8 ranks on 2 nodes (parallel.order=replica-stage)`."""
         grid, nodes = self.mesh.grid, self.mesh.num_nodes
-        ranks = f"{_count(grid.replica, 'replica')} x {_count(grid.stage, 'rank')} = {_count(grid.size, 'rank')}"
+        ranks = f"{count_of(grid.replica, 'replica')} x {count_of(grid.stage, 'rank')} = {count_of(grid.size, 'rank')}"
         zero = f", parallel.zero_stage={self.mesh.zero}" if self.mesh.zero else ""
-        return f"{ranks} on {_count(nodes, 'node')} (parallel.order={grid.order}{zero})"
+        return f"{ranks} on {count_of(nodes, 'node')} (parallel.order={grid.order}{zero})"
 
     def as_json(self) -> dict[str, Any]:
         return {**self.mesh.as_json(), "unknown": self.unknown}
@@ -202,9 +190,7 @@ def mesh_grid(mesh: Mesh) -> str:
     places = range(mesh.grid.stage)
     held = [mesh.rank_at(0, place).stages for place in places]
     heads = [f"stage{'s' if len(stages) > 1 else ''} {' '.join(map(str, stages))}" for stages in held]
-    replicas = list(range(mesh.grid.replica))
-    if len(replicas) > _MOST_REPLICAS:
-        replicas = [*replicas[: _MOST_REPLICAS - 1], replicas[-1]]
+    replicas = range(mesh.grid.replica)
     named = " (node {})" if mesh.num_nodes > 1 else ""
     ranks = {(replica, place): mesh.rank_at(replica, place) for replica in replicas for place in places}
     cells = {at: f"rank {rank.rank}" + named.format(rank.node) for at, rank in ranks.items()}
@@ -213,16 +199,16 @@ def mesh_grid(mesh: Mesh) -> str:
     margin = max(map(len, labels)) + 2
     arrow = " " * (_GAP + 2)
     lines = [" " * margin + (arrow.join(head.ljust(width) for head in heads)).rstrip()]
-    for row, replica in enumerate(replicas):
-        if row:
-            lines.append(_below(mesh, replicas[row - 1], replica, margin, width))
+    for replica in replicas:
+        if replica:
+            lines.append(_below(mesh, replica, margin, width))
         pieces = [cells[replica, 0].ljust(width)]
         for place in places[1:]:
             pieces += [
                 _arrow(mesh, ranks[replica, place - 1], ranks[replica, place]),
                 cells[replica, place].ljust(width),
             ]
-        lines.append(labels[row].ljust(margin) + "".join(pieces).rstrip())
+        lines.append(labels[replica].ljust(margin) + "".join(pieces).rstrip())
     return "\n".join(lines)
 
 
@@ -233,13 +219,11 @@ def _arrow(mesh: Mesh, one: MeshRank, other: MeshRank) -> str:
     return " ==> " if one.node != other.node else " --> "
 
 
-def _below(mesh: Mesh, before: int, after: int, margin: int, width: int) -> str:
-    """What joins two replicas that are drawn below each other: the groups that add up gradients."""
-    if after != before + 1:
-        return f"{'...':<{margin}}{mesh.grid.replica - _MOST_REPLICAS} more replicas"
+def _below(mesh: Mesh, replica: int, margin: int, width: int) -> str:
+    """What joins `replica` with the one above it: the groups that add up gradients."""
     marks = []
     for place in range(mesh.grid.stage):
-        one, other = mesh.rank_at(before, place), mesh.rank_at(after, place)
+        one, other = mesh.rank_at(replica - 1, place), mesh.rank_at(replica, place)
         is_joined = any(one.rank in group.ranks for group in mesh.groups)
         marks.append(" " if not is_joined else "||" if one.node != other.node else "|")
     return (" " * margin + (" " * (_GAP + 2)).join(f"  {mark}".ljust(width) for mark in marks)).rstrip()
@@ -249,7 +233,7 @@ def _crossing(mesh: Mesh) -> str:
     """What is sent over the network in a step."""
     between = [sent for edge in mesh.edges if edge.crosses_nodes for sent in edge.sent.values()]
     groups = [group for group in mesh.groups if group.crosses_nodes]
-    count = _count(sum(one.number or 0 for one in between), "message") if between else "no messages"
+    count = count_of(sum(one.number or 0 for one in between), "message") if between else "no messages"
     messages = f"{count} from stage to stage{_in_all(between)}"
     given = [group.sent for group in groups]
     sums = f"; {len(groups)} of {len(mesh.groups)} groups add up gradients{_in_all(given)}"
@@ -260,7 +244,3 @@ def _in_all(sent: Iterable[Sent]) -> str:
     sizes = [one.num_bytes for one in sent]
     known = [one for one in sizes if one is not None]
     return f", {size(sum(known))} in all" if sizes and len(known) == len(sizes) else ""
-
-
-def _count(amount: int, noun: str) -> str:
-    return f"{amount:,} {noun}{'s' if amount != 1 else ''}"

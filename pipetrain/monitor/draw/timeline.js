@@ -6,6 +6,19 @@
   const LANES = ['compute', 'recompute', 'send', 'recv', 'reduce', 'offload', 'reload'];
   const [COMPUTE, RECOMPUTE, , RECV, REDUCE, ...COPIES] = LANES.keys(), HEIGHTS = [22, 14, 9, 9, 9, 9, 9], LEFT = 92, RIGHT = 12, GAP = 5, HEAD = 40, FOOT = 4;
   const FONT = "ui-sans-serif, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif";
+  const CAUSES = { // of idle time: its colour, and what to try
+    fill: ['#dcb64c', 'more microbatches, or more stages per rank'],
+    drain: ['#8d7bc3', 'more microbatches, or more stages per rank'],
+    reduce: ['#6b7280', 'recompute.segments, for smaller buckets'],
+    'wait F': ['#e07a5f', 'transport.prefetch, pipeline.warmup, or faster links'],
+    'wait B': ['#c2477f', 'recompute.mode=overlap if it is another, or pipeline.split_backward=true'],
+    copy: ['#9a6fb0', 'more recompute.sets, or recompute.offload=auto'],
+    imbalance: ['#5f9ea0', 'another pipeline.balance'],
+    host: ['#b5838d', 'larger microbatches, or fewer of them'],
+    'hand-over': ['#7f9c96', 'an idle machine, larger microbatches, or fewer of them'],
+    machine: ['#3d405b', 'an idle machine, or fewer ranks on it'],
+    unexplained: ['#a40e26', 'layers that do not wait for the device'],
+  };
   const state = { pick: -1, from: 0, to: 1, hover: null, chosen: null };
   let data, recorded = [], panels = [], rows = [], longest = 1, scheduled = false; // `recorded`: a panel per step and replica
 
@@ -238,7 +251,7 @@
   function drawCauses() {
     const panel = panels[panels.length - 1], bars = empty('bars'), list = empty('causes');
     $('bars-of').textContent = panel.name;
-    const parts = [{ name: 'busy', fill: '#9fb3c8' }, ...data.causes];
+    const parts = [{ name: 'busy', fill: '#9fb3c8' }, ...data.causes.map(({ name, words }) => ({ name, words, fill: CAUSES[name][0], tries: CAUSES[name][1] }))];
     panel.ranks.forEach((name, rank) => {
       element('span', name, bars);
       const bar = element('div', null, bars, { class: 'bar' });

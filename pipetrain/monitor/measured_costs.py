@@ -1,49 +1,19 @@
-"""What ops took: costs to predict a step with, from the steps before; and two timelines of one schedule, kind by kind."""
+"""What ops took: costs to predict a step with, from the steps before."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.events import Timeline
 from pipetrain.schedule.kinds import COPY_LANES, REDUCING, Direction
 from pipetrain.schedule.messages import partner_of
-from pipetrain.schedule.op import Kind, Lane, Op
+from pipetrain.schedule.op import Lane, Op
 
 MEASURED_STEPS = range(2, 5)  # step 1 warms up: shapes are announced, memory is taken
 FIRST_COMPARED_STEP = 5  # costs are never fitted to the steps that they are compared with
-
-
-@dataclass(frozen=True)
-class Residual:
-    """All ops of one kind. Seconds are means over them; a hop counts as its RECV."""
-
-    kind: Kind
-    num_ops: int
-    predicted_seconds: float
-    measured_seconds: float
-
-    @property
-    def residual_seconds(self) -> float:
-        """What one op took more than predicted; negative: less."""
-        return self.measured_seconds - self.predicted_seconds
-
-
-def residuals(predicted: Timeline, *measured: Timeline) -> tuple[Residual, ...]:
-    """One record per kind of op that the prediction has and what was measured, on one replica or on each of several, in the order
-    of `Kind`."""
-    expected = op_seconds(predicted)
-    found = []
-    taken = [op_seconds(timeline, beside=measured) for timeline in measured]
-    for kind in Kind:
-        pairs = [(expected[op], of[op]) for of in taken for op in expected if op.kind is kind and op in of]
-        if pairs:
-            before, after = (statistics.fmean(seconds) for seconds in zip(*pairs))
-            found.append(Residual(kind, len(pairs), before, after))
-    return tuple(found)
 
 
 def op_seconds(timeline: Timeline, *, beside: Iterable[Timeline] = ()) -> dict[Op, float]:
@@ -88,15 +58,12 @@ def measure_costs(num_stages: int, steps: Iterable[Sequence[Timeline]], *, repli
         for timeline in replicas if replica is None else replicas[replica : replica + 1]:
             taken: dict[Op, float] = defaultdict(float)  # of an op in parts, all of them
             for op, seconds in op_seconds(timeline, beside=replicas).items():
-                taken[op._replace(part=None) if op.part is not None else op] += seconds
+                taken[op._replace(part=None)] += seconds
             for op, seconds in taken.items():
-                row = op.kind.row
-                if row.cost is not None:
-                    place = op.stage if row.direction is not Direction.FORWARD or op.kind.computes else op.stage - 1
-                    # Of a hop, measured at its receive: the edge.
-                    spent["reduce_shared" if op.kind in REDUCING and op.peer is not None else row.cost, place].append(
-                        seconds
-                    )
+                row, is_hop = op.kind.row, not op.kind.computes and op.kind.row.direction is Direction.FORWARD
+                cost = "reduce_shared" if op.kind in REDUCING and op.peer is not None else row.cost
+                if cost is not None:
+                    spent[cost, op.stage - is_hop].append(seconds)  # of a hop, measured at its receive: the edge
 
     def median(cost: str, places: int, instead: Sequence[float] = ()) -> tuple[float, ...]:
         otherwise = instead or (0.0,) * places
