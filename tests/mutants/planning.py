@@ -286,8 +286,8 @@ MUTANTS = (
     Mutant(
         "places are not counted in a model",
         "pipetrain/schedule/search/polish.py",
-        "            model.AddNoOverlap(lives)",
-        "            pass",
+        "                model.AddNoOverlap(spans)",
+        "                pass",
         ("tests/plan/test_search.py", "-k", "beats"),
     ),
     Mutant(
