@@ -32,7 +32,7 @@ ROOMS = {
     "optim": 305,
     "plan": 3683,
     "runtime": 4916,
-    "schedule": 6100,
+    "schedule": 5892,
     "snapshot": 1497,
     "stage": 4906,
     "train.py": 324,

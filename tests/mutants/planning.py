@@ -320,7 +320,7 @@ MUTANTS = (
     ),
     Mutant(
         "an order of another hand is not checked",
-        "pipetrain/schedule/search/search.py",
+        "pipetrain/schedule/make.py",
         "        check(schedule)\n        return [schedule]",
         "        return [schedule]",
         ("tests/plan/test_search.py", "-k", "cache"),

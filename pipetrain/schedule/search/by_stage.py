@@ -76,11 +76,10 @@ def by_solver(
     """
     fine, coarse = unit_of(problem.costs, seconds), min(filter(None, problem.costs.forward), default=0.0) / _COARSE
     units = (coarse, fine) if fine * _COARSE < coarse else (fine,)
-    part = replace(effort, seconds=effort.seconds / len(units), steps=effort.steps and effort.steps / len(units))
     real = seconds
     for unit in units:
         costs = in_units(problem.costs, unit, nearest=unit > fine)
-        solver, best = _Solver(replace(problem, costs=costs), part), real
+        solver, best = _Solver(replace(problem, costs=costs), effort.share(1 / len(units))), real
         for share in _SHARES:
             attempt = functools.partial(solver.order, share=share)
             for order in _shorter(problem, best, unit, attempt, lambda: solver.is_over):  # noqa: B023

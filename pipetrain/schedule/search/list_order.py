@@ -116,6 +116,10 @@ class Effort:
     rules: int | None = None
     steps: float | None = None
 
+    def share(self, part: float) -> Effort:
+        """A part of the seconds and the steps; as many rules."""
+        return replace(self, seconds=self.seconds * part, steps=self.steps and self.steps * part)
+
 
 @dataclass(frozen=True)
 class ListedOrder:

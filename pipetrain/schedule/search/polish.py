@@ -237,17 +237,12 @@ class StageModel:
     def _add_sets(self) -> list[Any]:
         """Adds the choice for each set, and the slots that the set takes. Returns the intervals of R."""
         window, model, stage, problem = self.window, self.model, self.window.stage, self.window.problem
-        must = problem.policy.offload is Offload.ALWAYS
-        ways = (
-            [(RECOMPUTE,)] if problem.chooses(stage) and not must else []
-        )  # in which a set that is not kept comes back
-        ways += [(OFFLOAD, RELOAD)] if must or (ways and problem.policy.offloads) else []
         runs: dict[Kind, list[Any]] = {kind: [] for kind in (RECOMPUTE, OFFLOAD, RELOAD)}
         lives, on_host = list[Any](), list[Any]()
         for i in window.microbatches:
             forward, turn, last = (Op(stage, kind, i) for kind in (FORWARD, window.turn, window.kinds[-1]))
             back: dict[Op, Any] = {}  # the last op of each way
-            for way in ways:
+            for way in self._ways_back():
                 chosen, ops = model.NewBoolVar(f"{way[0]}{i}"), [Op(stage, kind, i) for kind in way]
                 for op in ops:
                     self.chosen[op] = chosen
@@ -260,7 +255,7 @@ class StageModel:
                 elif problem.policy.mode is Mode.INLINE:
                     model.Add(self.start[ops[0]] >= window.gradients[i]).OnlyEnforceIf(chosen)
                     model.Add(self.start[turn] == self.ended(ops[0])).OnlyEnforceIf(chosen)
-            lives.append(self._span(self._comes(forward, back, int(must)), last))
+            lives.append(self._span(self._comes(forward, back), last))
             if (stash := i + problem.stash_of(stage)) in window.microbatches:
                 self._follow((last, Op(stage, FORWARD, stash)))
         for lane in (OFFLOAD, RELOAD):
@@ -272,12 +267,21 @@ class StageModel:
                 model.AddCumulative(spans, [1] * len(spans), room)
         return runs[RECOMPUTE]
 
-    def _comes(self, forward: Op, back: Mapping[Op, Any], least: int) -> Any:
+    def _ways_back(self) -> list[tuple[Kind, ...]]:
+        """The ops by which a set that is not kept may come back to the device."""
+        problem = self.window.problem
+        must = problem.policy.offload is Offload.ALWAYS
+        recomputes = problem.chooses(self.window.stage) and not must
+        copies = must or (recomputes and problem.policy.offloads)
+        return [(RECOMPUTE,)] * recomputes + [(OFFLOAD, RELOAD)] * copies
+
+    def _comes(self, forward: Op, back: Mapping[Op, Any]) -> Any:
         """When a set takes its slot for its backward: at the start of F if it is kept, else at that of the chosen op of `back`."""
         if not back:
             return self.start[forward]
         comes = self.model.NewIntVar(0, self.window.step, f"{forward} comes")
-        self.model.AddLinearConstraint(sum(back.values()), least, 1)
+        must = self.window.problem.policy.offload is Offload.ALWAYS
+        self.model.AddLinearConstraint(sum(back.values()), int(must), 1)
         self.model.Add(comes == self.start[forward]).OnlyEnforceIf(*(chosen.Not() for chosen in back.values()))
         for op, chosen in back.items():
             self.model.Add(comes == self.start[op]).OnlyEnforceIf(chosen)
