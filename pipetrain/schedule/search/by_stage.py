@@ -33,7 +33,7 @@ from pipetrain.schedule.offload import CopyRule, Placing, frees_place
 from pipetrain.schedule.op import Lane, Op
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.search.list_order import Effort, ListedOrder, OrderProblem
-from pipetrain.schedule.search.polish import Bounds, StageModel, Starts, Window, in_units, solved, solver_of, unit_of
+from pipetrain.schedule.search.polish import Bounds, StageOps, Starts, Window, in_units, solved, solver_of, unit_of
 
 # Shares of the effort, one per attempt at a step: many short ones find more than a few long ones.
 _SHARES = (0.01, 0.01, 0.02, 0.02, 0.04, 0.04, 0.08, 0.08, 0.16, 1.0)
@@ -258,7 +258,7 @@ class _Solver:
         hint = self._hints[key]
         effort, in_steps = (self._end - self._spent) / 2, self._effort.steps is not None
         model = self._cp_model.CpModel()
-        own = StageModel(model, window)
+        own = StageOps(model, window)
         if window.turn in window.kinds:
             own.add_sums(window.step)
         if hint:

@@ -61,7 +61,7 @@ def polish(problem: OrderProblem, start: Schedule, effort: Effort) -> Polished:
     horizon = max(least, round(max(event.end for event in events)))
     model = cp_model.CpModel()
     end = model.NewIntVar(least, horizon, "step")
-    stages = [StageModel(model, Window(whole, stage, horizon)) for stage in range(problem.num_stages)]
+    stages = [StageOps(model, Window(whole, stage, horizon)) for stage in range(problem.num_stages)]
     for own in stages:
         *_, last = own.window.kinds
         model.Add(end >= own.ended(own.window.ops(last)[-1]))
@@ -185,7 +185,7 @@ class Window:
         return start + self.seconds[OFFLOAD if op.kind is RELOAD else op.kind]
 
 
-class StageModel:
+class StageOps:
     """The ops of one stage in a CP-SAT model. `start` has the variable of each op; an R or a copy runs only if its variable in
     `chosen` is true."""
 
@@ -313,7 +313,7 @@ class StageModel:
             self.model.Add(lives <= places * room)
 
 
-def _add_link(source: StageModel, to: StageModel, kind: Kind, hop: int) -> None:
+def _add_link(source: StageOps, to: StageOps, kind: Kind, hop: int) -> None:
     """The ops of `kind` on stage `to` wait for their tensors, which come over a link that carries one at a time."""
     busy = None
     for given, reader in zip(source.window.ops(kind), to.window.ops(kind)):
