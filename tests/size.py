@@ -32,7 +32,7 @@ ROOMS = {
     "optim": 304,
     "plan": 3387,
     "runtime": 4914,
-    "schedule": 6097,
+    "schedule": 5892,
     "snapshot": 1402,
     "stage": 4906,
     "train.py": 318,

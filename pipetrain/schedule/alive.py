@@ -9,9 +9,8 @@ whose last stage alternates F and B.
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from collections.abc import Iterable, Iterator
+import bisect
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 
@@ -52,12 +51,6 @@ def _places(schedule: Schedule, op: Op) -> int:
     return schedule.policy.num_parts(op.stage) if op.part is None else 1
 
 
-def as_sets(schedule: Schedule, stage: int, places: int) -> float:
-    """Converts a number of activation slots of `stage` into sets; a whole number of sets is an int."""
-    sets, rest = divmod(places, schedule.policy.num_parts(stage))
-    return sets if not rest else places / schedule.policy.num_parts(stage)
-
-
 @dataclass(frozen=True)
 class SetPeak:
     """The most sets of one stage that are alive at once, and their activation slots (`places`). `op` takes the last slot."""
@@ -70,48 +63,48 @@ class SetPeak:
 def peak_sets(schedule: Schedule) -> tuple[SetPeak, ...]:
     """Per stage, the worst over all timings that the schedule allows.
 
-    A kept set lives from the start of its F to the end of its B (or W), a recomputed set from the start of its R. The ops of the
-    compute lane run one after the other, so a number c stands for a moment: c of them have ended. By then the recompute lane
-    may have started each R whose waits are among these c ops. The worst case is that it has started all of them. With copies see
-    `_peaks_with_copies`.
+    A kept set lives from the start of its F to the end of its B (or W), a recomputed set from the start of its R, an offloaded one
+    from its F to the end of OFFLOAD and again from the start of RELOAD. If an op is the nth of `slot_order` to take a slot, and k
+    slots must have been freed before it starts, at most n - k are in use.
     """
     peaks = [SetPeak(0, 0, schedule.way(Direction.FORWARD, stage, 0)[0]) for stage in range(schedule.num_stages)]
     for rank in range(schedule.num_ranks):
-        alive = [0] * schedule.num_stages
-        if schedule.order:
-            for stage, peak in _peaks_with_copies(schedule, rank):
-                peaks[stage] = max(peaks[stage], peak, key=lambda one: one.places)
-            continue
-        for op, starts in _moments(schedule, rank):
-            alive[op.stage] += places_taken(schedule, op) if starts else -places_freed(schedule, op)
-            if alive[op.stage] > peaks[op.stage].places:
-                peaks[op.stage] = SetPeak(as_sets(schedule, op.stage, alive[op.stage]), alive[op.stage], op)
+        before, taken = ended_before(schedule, rank), Counter[int]()
+        freed = defaultdict[tuple[int, Lane], list[int]](
+            list
+        )  # for each slot, how many ops of the lane end until it is free
+        for lane in _CLOCK:
+            for number, op in enumerate(schedule.lane(rank, lane), 1):
+                freed[op.stage, lane] += [number] * places_freed(schedule, op)
+        for op in slot_order(schedule, rank):
+            if slots := places_taken(schedule, op):
+                taken[op.stage] += slots
+                free = (bisect.bisect(freed[op.stage, lane], ended) for lane, ended in zip(_CLOCK, before[op]))
+                alive = taken[op.stage] - sum(free)
+                if alive > peaks[op.stage].places:
+                    sets, rest = divmod(alive, parts := schedule.policy.num_parts(op.stage))
+                    peaks[op.stage] = SetPeak(alive / parts if rest else sets, alive, op)
     return tuple(peaks)
 
 
-def _moments(schedule: Schedule, rank: int) -> list[tuple[Op, bool]]:
-    """Ops of a rank that begin (True) or end (False) a set, by the number of compute ops that have ended; ends come first."""
-    compute = schedule.lane(rank, Lane.COMPUTE)
-    place = {op: number for number, op in enumerate(compute)}
-    moments: list[tuple[int, bool, Op]] = []
-    for number, op in enumerate(compute):
-        if brings_set(schedule, op):
-            moments.append((number, True, op))
-        elif op.kind in ENDS_SET:
-            moments.append((number + 1, False, op))
-    unlocked = 0
-    for op in schedule.lane(rank, Lane.RECOMPUTE):
-        ended = (place[other] + 1 for other in schedule.waits.get(op, ()) if other in place)
-        unlocked = max(unlocked, *ended, 0)
-        moments.append((unlocked, True, op))
-    moments.sort(key=lambda moment: moment[:2])
-    return [(op, starts) for _, starts, op in moments]
+def slot_order(schedule: Schedule, rank: int) -> list[Op]:
+    """The ops of a rank in the order in which they take slots. An R of the recompute lane comes after the last compute op that it waits for."""
+    if schedule.order:
+        return list(schedule.order[rank])
+    compute, late = schedule.lane(rank, Lane.COMPUTE), list(reversed(schedule.lane(rank, Lane.RECOMPUTE)))
+    own, ended, order = set(compute), set[Op](), list[Op]()
+    for op in compute:
+        order.append(op)
+        ended.add(op)
+        while late and own.intersection(schedule.waits.get(late[-1], ())) <= ended:
+            order.append(late.pop())
+    return order
 
 
 _CLOCK = (Lane.COMPUTE, *COPY_LANES)
 
 
-def _ended_before(schedule: Schedule, rank: int) -> dict[Op, list[int]]:
+def ended_before(schedule: Schedule, rank: int) -> dict[Op, list[int]]:
     """For each op of a rank how many ops of COMPUTE, OFFLOAD and RELOAD have ended when it starts, whatever the timing."""
     lanes = {op: (lane, number) for lane in _CLOCK for number, op in enumerate(schedule.lane(rank, lane), 1)}
     graph = {op: schedule.comes_after(op) for own in schedule.lanes[rank].values() for op in own}
@@ -124,39 +117,16 @@ def _ended_before(schedule: Schedule, rank: int) -> dict[Op, list[int]]:
     return starts
 
 
-def _peaks_with_copies(schedule: Schedule, rank: int) -> Iterator[tuple[int, SetPeak]]:
-    """As `peak_sets`, for the stages of one rank. If an op is the nth of `Schedule.order` to take a slot,
-    and k slots must have been freed before it starts, at most n - k are in use."""
-    before, taken = _ended_before(schedule, rank), Counter[int]()
-    freed = {
-        stage: [
-            _counts(places_freed(schedule, op) if op.stage == stage else 0 for op in schedule.lane(rank, lane))
-            for lane in _CLOCK
-        ]
-        for stage, holder in enumerate(schedule.stage_ranks)
-        if holder == rank
-    }
-    for op in schedule.order[rank]:
-        if slots := places_taken(schedule, op):
-            taken[op.stage] += slots
-            alive = taken[op.stage] - sum(counts[ended] for counts, ended in zip(freed[op.stage], before[op]))
-            yield op.stage, SetPeak(as_sets(schedule, op.stage, alive), alive, op)
-
-
 def peak_on_host(schedule: Schedule, stage: int) -> tuple[int, Op | None]:
     """The most sets of `stage`, or of one of its parts, on the host at once, whatever the timing; and the OFFLOAD that reaches it."""
-    before, rank = _ended_before(schedule, schedule.stage_ranks[stage]), schedule.stage_ranks[stage]
+    before, rank = ended_before(schedule, schedule.stage_ranks[stage]), schedule.stage_ranks[stage]
     down, held = [op for op in schedule.lane(rank, Lane.OFFLOAD) if op.stage == stage], list[tuple[int, Op]]()
     for part in {op.part for op in down}:
-        back = _counts((op.stage, op.part) == (stage, part) for op in schedule.lane(rank, Lane.RELOAD))
+        reloads = enumerate(schedule.lane(rank, Lane.RELOAD), 1)
+        back = [number for number, op in reloads if (op.stage, op.part) == (stage, part)]
         own = enumerate((op for op in down if op.part == part), 1)
-        held += [(number - back[before[op][-1]], op) for number, op in own]
+        held += [(number - bisect.bisect(back, before[op][-1]), op) for number, op in own]
     return max(held, key=lambda pair: pair[0], default=(0, None))
-
-
-def _counts(numbers: Iterable[int]) -> list[int]:
-    """The sums of the first 0, 1, 2, ... numbers."""
-    return list(itertools.accumulate(numbers, initial=0))
 
 
 def peak_stash(schedule: Schedule) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from pipetrain.schedule.graph import find_cycle
 from pipetrain.schedule.grid import grid
 from pipetrain.schedule.kinds import (
     COPY_LANES,
+    GIVES_GRADIENTS,
     MESSAGE_LANES,
     OFFLOAD,
     PASS_SEQUENCES,
@@ -136,9 +137,8 @@ def each_forward(schedule: Schedule) -> Iterator[Violation]:
 def each_backward(schedule: Schedule) -> Iterator[Violation]:
     """For each microbatch a stage runs one B, one B per part, or one I and one W; none if nothing needs a gradient."""
     yield from _incomplete(schedule, Direction.BACKWARD, schedule.first_backward)
-    backward = {kind for way in PASS_SEQUENCES[Direction.BACKWARD] for kind in way}
     for _, _, op in schedule.ops():
-        if op.stage < schedule.first_backward and op.kind in backward:
+        if op.stage < schedule.first_backward and op.kind in GIVES_GRADIENTS:
             yield op, f"stages below {schedule.first_backward} need no gradient"
 
 
@@ -199,7 +199,7 @@ def each_copy_comes_back(schedule: Schedule) -> Iterator[Violation]:
     """A set that goes to host memory comes back by one RELOAD, and is neither kept nor recomputed."""
     present = {op for _, _, op in schedule.ops()}
     reloads = {op for op in present if op.kind is RELOAD}
-    recomputed = {(op.stage, op.microbatch) for _, _, op in schedule.ops() if op.kind is RECOMPUTE}
+    recomputed = {(op.stage, op.microbatch) for op in present if op.kind is RECOMPUTE}
     for stage, microbatch in schedule.offloaded:
         for down in in_parts(Op(stage, OFFLOAD, microbatch), schedule.policy.num_parts(stage)):
             up = down._replace(kind=RELOAD)
@@ -212,7 +212,7 @@ def each_copy_comes_back(schedule: Schedule) -> Iterator[Violation]:
     for up in reloads:
         if (up.stage, up.microbatch) not in schedule.offloaded:
             yield up, "nothing took its set to the host"
-    own = {op for _, _, op in schedule.ops() if op.kind.computes or op.kind.row.lane in COPY_LANES}
+    own = {op for op in present if op.kind.computes or op.kind.row.lane in COPY_LANES}
     listed = {op for ops in schedule.order for op in ops}
     yield from (
         (op, "is not both in a lane and in the order of places")
@@ -258,11 +258,8 @@ def _reduces_where(schedule: Schedule, *, over_stages: bool, unasked: str) -> It
 def each_reduce_in_its_turn(schedule: Schedule) -> Iterator[Violation]:
     """A rank sums gradients over the replicas in the order in which they become ready; within a stage, the last part is first."""
     turns = {op: number for number, op in enumerate(in_turn(schedule))}
-    queues: dict[int, list[Op]] = {}
-    for rank, lane, op in schedule.ops():
-        if lane is Lane.REDUCE and op in turns:
-            queues.setdefault(rank, []).append(op)
-    for queue in queues.values():
+    for rank in range(schedule.num_ranks):
+        queue = (op for op in schedule.lane(rank, Lane.REDUCE) if op in turns)
         for first, second in itertools.pairwise(queue):
             if turns[first] > turns[second]:
                 yield first, f"stands before {second}, which becomes ready before it"
@@ -270,18 +267,16 @@ def each_reduce_in_its_turn(schedule: Schedule) -> Iterator[Violation]:
 
 def each_link_in_one_order(schedule: Schedule) -> Iterator[Violation]:
     """Both ends of a link have its messages in the same order, and two ranks have their shared REDUCE_GRAD in the same order."""
-    sends: dict[tuple[int, Kind], list[Op]] = {}
-    receives: dict[tuple[int, Kind], list[Op]] = {}
+    queues: dict[Queue, list[Op]] = {}
     for _, lane, op in schedule.ops():
-        if lane is Lane.SEND:
-            sends.setdefault((op.stage, op.kind), []).append(op)
-        elif lane is Lane.RECV:
-            source = partner_of(op)
-            receives.setdefault((source.stage, source.kind), []).append(op)
-    for link, sent in sends.items():
-        for send, receive in zip(sent, receives[link]):
-            if partner_of(send) != receive:
-                yield receive, f"meets {send}"
+        if lane in MESSAGE_LANES:
+            queues.setdefault(queue_of(lane, op), []).append(op)
+    for sent in queues.values():
+        if sent[0].kind.row.lane is Lane.SEND:
+            to = partner_of(sent[0])
+            for send, receive in zip(sent, queues[to.stage, to.kind]):
+                if partner_of(send) != receive:
+                    yield receive, f"meets {send}"
     reducing = [rank for rank in range(schedule.num_ranks) if schedule.lane(rank, Lane.REDUCE)]
     for one, other in itertools.combinations(reducing, 2):
         for op, met in zip(_reduces_with(schedule, one, other), _reduces_with(schedule, other, one)):
@@ -327,14 +322,14 @@ def each_op_after_what_it_reads(schedule: Schedule) -> Iterator[Violation]:
                 other, place = places[awaited]
                 if place > ended[other]:
                     ended[other] = place
-            for source in _reads(schedule, op):
+            for source in filter(None, _reads(schedule, op)):
                 other, place = places.get(source, (own, -1))  # -1: the microbatch has no op of that kind
                 if place > ended[other]:
                     yield op, f"does not wait for {source}"
 
 
-def _reads(schedule: Schedule, op: Op) -> Iterator[Op]:
-    """The ops whose results `op` reads."""
+def _reads(schedule: Schedule, op: Op) -> Iterator[Op | None]:
+    """The ops whose results `op` reads; None for a boundary tensor that comes from no op."""
     row = op.kind.row
     if op.kind in REDUCING:
         yield from gradients_of(schedule, op)
@@ -342,18 +337,14 @@ def _reads(schedule: Schedule, op: Op) -> Iterator[Op]:
         yield Op(op.stage, kind, op.microbatch, op.part if op.kind is RELOAD else None)
     if row.lane is Lane.SEND and row.direction is Direction.BACKWARD:
         yield giver_of(schedule, row.direction, op.stage, op.microbatch)
-    source = source_of(schedule, op)
-    if source is not None:
-        yield source
+    yield source_of(schedule, op)
     if row.needs_set and op.part is not None and not reads_boundary(schedule, op):
         yield op._replace(part=op.part + 1)
     if row.needs_set and (op.stage, op.microbatch) not in schedule.kept:
         brings = RELOAD if (op.stage, op.microbatch) in schedule.offloaded else RECOMPUTE
         yield Op(op.stage, brings, op.microbatch, op.part)
     if op.kind is RECOMPUTE and schedule.policy.mode is Mode.INLINE:
-        gradient = source_of(schedule, read_by(schedule, op)[0])
-        if gradient is not None:
-            yield gradient
+        yield source_of(schedule, read_by(schedule, op)[0])
 
 
 def deadlock_free(schedule: Schedule) -> Iterator[Violation]:

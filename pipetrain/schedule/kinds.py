@@ -185,6 +185,7 @@ PASS_SEQUENCES: Mapping[Direction, tuple[tuple[Kind, ...], ...]] = {
     Direction.FORWARD: ((Kind.F,),),
     Direction.BACKWARD: ((Kind.B,), (Kind.I, Kind.W)),
 }
+(FORWARD,) = PASS_SEQUENCES[Direction.FORWARD][0]  # the kind F
 MESSAGE_LANES = (Lane.SEND, Lane.RECV)
 COPY_LANES = (Lane.OFFLOAD, Lane.RELOAD)  # to the host, and back; copies run beside the ops that compute
 # In these lanes an op may start once the op before it in its queue has started. The ops of a queue end in its order.

@@ -32,6 +32,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from pipetrain.schedule.alive import ended_before
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.graph import op_graph, run_order
 from pipetrain.schedule.kinds import RECOMPUTE
@@ -86,26 +87,15 @@ def recomputed_too_early(schedule: Schedule) -> Iterator[tuple[Op, Op]]:
 
     When the host has launched `op`, the memory of its set is free for the next R.
     """
-    for launched in schedule.launch_order:
-        ended = _compute_ended(schedule, launched)
+    for rank, launched in enumerate(schedule.launch_order):
+        ended = ended_before(schedule, rank)
         number, reader = 0, None  # compute ops launched so far; the last of them that reads a set, as (its number, op)
         for op in launched:
-            if op.kind is RECOMPUTE and reader is not None and ended[op] < reader[0]:
+            if op.kind is RECOMPUTE and reader is not None and ended[op][0] < reader[0]:
                 yield op, reader[1]
             if _lane(schedule, op) is Lane.COMPUTE:
                 number += 1
                 reader = (number, op) if op.kind.row.needs_set else reader
-
-
-def _compute_ended(schedule: Schedule, launched: Sequence[Op]) -> dict[Op, int]:
-    """For each op of a rank, how many ops of its compute lane have ended on the device when it starts, whatever the timing."""
-    at_start: dict[Op, int] = {}
-    at_end: dict[Op, int] = {}
-    for op in launched:
-        at_start[op] = at_end[op] = max((at_end[other] for other in schedule.comes_after(op)), default=0)
-        if _lane(schedule, op) is Lane.COMPUTE:
-            at_end[op] += 1
-    return at_start
 
 
 def _waits_for_memory(schedule: Schedule, _: Sequence[Op]) -> Iterator[Wait]:

@@ -152,10 +152,7 @@ def with_copies(spec: ScheduleSpec, costs: Costs, most_placed: int = MOST_PLACED
     if spec.family == AUTO and not spec.policy.in_parts:
         seconds = simulate(_fastest(found, costs), costs).step_seconds
         for order in by_rule(problem_of(spec, beside), seconds, most_placed):
-            with contextlib.suppress(ValueError):  # some orders are invalid: ops of length 0 may be swapped
-                schedule = held_to(spec, lanes_of_ranks(spec, order))
-                check(schedule)
-                found.append(schedule)
+            found += sound(spec, order)
     return _fastest(found, costs)
 
 
@@ -166,6 +163,18 @@ def held_to(spec: ScheduleSpec, order: ComputeLanes) -> Schedule:
         ValueError: `order` has an op that its rank may not run.
     """
     return hold_back(_as_ordered(spec, _checked(order, spec.name, spec.shape)), order)
+
+
+def sound(spec: ScheduleSpec, order: ComputeLanes | ListedOrder) -> list[Schedule]:
+    """The schedule of an order from the cache or a search; none if it cannot run.
+
+    A file of the cache may be damaged. A search may round ops to length 0 and then swap them.
+    """
+    with contextlib.suppress(ValueError):
+        schedule = held_to(spec, lanes_of_ranks(spec, order) if isinstance(order, ListedOrder) else order)
+        check(schedule)
+        return [schedule]
+    return []
 
 
 def _as_ordered(spec: ScheduleSpec, order: ComputeLanes) -> Schedule:

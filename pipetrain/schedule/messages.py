@@ -27,14 +27,23 @@ def writes_boundary(op: Op) -> bool:
     return not op.part
 
 
-def receive_of(schedule: Schedule, op: Op) -> Op | None:
-    """The receive whose tensor `op` uses, if it comes by message."""
+def source_of(schedule: Schedule, op: Op) -> Op | None:
+    """The op that gives `op` its boundary tensor: a receive, or the op of the neighbouring stage on the same rank. None: it reads none."""
     row = op.kind.row
     if row.recv_kind is None or row.direction is None or not reads_boundary(schedule, op):
         return None
-    return (
-        Op(op.stage, row.recv_kind, op.microbatch) if _crosses(schedule, op.stage - row.direction, op.stage) else None
-    )
+    neighbour = op.stage - row.direction
+    if not 0 <= neighbour < schedule.num_stages:
+        return None
+    if _crosses(schedule, neighbour, op.stage):
+        return Op(op.stage, row.recv_kind, op.microbatch)
+    return giver_of(schedule, row.direction, neighbour, op.microbatch)
+
+
+def receive_of(schedule: Schedule, op: Op) -> Op | None:
+    """The receive whose tensor `op` uses, if it comes by message."""
+    source = source_of(schedule, op)
+    return source if source is not None and source.kind is op.kind.row.recv_kind else None
 
 
 def send_of(schedule: Schedule, op: Op) -> Op | None:
@@ -47,26 +56,10 @@ def send_of(schedule: Schedule, op: Op) -> Op | None:
     return Op(op.stage, row.send_kind, op.microbatch) if wanted and _crosses(schedule, op.stage, to) else None
 
 
-def local_source(schedule: Schedule, op: Op) -> Op | None:
-    """The op on the same rank whose boundary tensor `op` reads; None: there is none, or it comes in a message."""
-    direction = op.kind.row.direction
-    if direction is None or not op.kind.computes or not reads_boundary(schedule, op):
-        return None
-    neighbour = op.stage - direction
-    if not 0 <= neighbour < schedule.num_stages or _crosses(schedule, neighbour, op.stage):
-        return None
-    return giver_of(schedule, direction, neighbour, op.microbatch)
-
-
 def giver_of(schedule: Schedule, direction: Direction, stage: int, microbatch: int | None) -> Op:
     """Of the ops in which a microbatch passes `stage`, the one that gives the next stage its tensor."""
     way = schedule.way(direction, stage, microbatch)
     return next(op for op in way if op.kind.row.send_kind is not None and writes_boundary(op))
-
-
-def source_of(schedule: Schedule, op: Op) -> Op | None:
-    """The op that gives `op` its boundary tensor: a receive, or the op of the neighbouring stage on the same rank."""
-    return receive_of(schedule, op) or local_source(schedule, op)
 
 
 def _crosses(schedule: Schedule, stage: int, other: int) -> bool:

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from pipetrain.schedule.alive import ENDS_SET, KEEPS_SET
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.families import ComputeLanes
-from pipetrain.schedule.kinds import COPY_LANES, OFFLOAD, PASS_SEQUENCES, RECOMPUTE, RELOAD, Direction
+from pipetrain.schedule.kinds import COPY_LANES, FORWARD, OFFLOAD, RECOMPUTE, RELOAD, Direction
 from pipetrain.schedule.messages import add_messages, giver_of, writes_boundary
 from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.policy import Mode, Offload, RecomputePolicy
@@ -45,7 +45,6 @@ from pipetrain.schedule.schedule import Schedule, in_parts
 from pipetrain.schedule.simulate import simulate
 from pipetrain.schedule.waits import add_waits
 
-(_FORWARD,) = PASS_SEQUENCES[Direction.FORWARD][0]
 _SAME_MOMENT = 1 + 1e-12  # as in `simulate`
 _Pair = tuple[int, int]  # a set of a stage: the position in the lane of the op that reads it first, and its microbatch
 
@@ -330,7 +329,7 @@ class _Placement:
         for s in self._own[rank]:
             stage, missing = self._stages[s], self._stages[s].missing
             running = own.lane[own.next - 1] if own.is_busy else None
-            last = next((pair for pair in reversed(stage.held) if running != Op(s, _FORWARD, pair[1])), None)
+            last = next((pair for pair in reversed(stage.held) if running != Op(s, FORWARD, pair[1])), None)
             if last is None:
                 continue
             unused = self._due(rank, s, last) - now

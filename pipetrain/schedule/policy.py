@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 _T = TypeVar("_T", bound=enum.StrEnum)
+_V = TypeVar("_V", float, int, int | None)
 
 PerStage = int | tuple[int, ...]  # a number for all stages, or one for each
 CutStage = Callable[[int, int], Sequence[int]]  # a stage and in how many parts it is cut -> the layers of each part
@@ -285,10 +286,7 @@ class RecomputePolicy:
             return None
         if self.sets is None:
             return 1
-        return round(self._sets_of(self.sets, stage) * self.num_parts(stage))
-
-    def _sets_of(self, sets: Sets, stage: int) -> float:
-        return sets[stage] if isinstance(sets, tuple) else sets
+        return round(_of_stage(self.sets, stage) * self.num_parts(stage))
 
     def keeps_at_once(self, stage: int) -> bool:
         """Whether `stage` keeps a set that its B reads right after F: to recompute it would free no memory for another op."""
@@ -297,11 +295,11 @@ class RecomputePolicy:
 
     def stash_of(self, stage: int) -> int | None:
         """Microbatches that `stage` may hold between F and the end of their backward; None: any number."""
-        return self.stash if self.stash is None or isinstance(self.stash, int) else self.stash[stage]
+        return _of_stage(self.stash, stage)
 
     def host_sets_of(self, stage: int) -> int | None:
         """Sets of `stage` that may be in host memory at once; None: any number."""
-        return self.host_sets[stage] if isinstance(self.host_sets, tuple) else self.host_sets
+        return _of_stage(self.host_sets, stage)
 
     def check_layers(self, num_layers: int) -> None:
         """Raises:
@@ -330,7 +328,7 @@ class RecomputePolicy:
         if not self.in_parts or self.mode is Mode.NEVER or self.sets is None:
             return
         for stage in range(num_stages):
-            parts, wanted = self.num_parts(stage), self._sets_of(self.sets, stage)
+            parts, wanted = self.num_parts(stage), _of_stage(self.sets, stage)
             places = wanted * parts
             if round(places) < 1 or abs(places - round(places)) > _NEAR:
                 below, above = math.floor(places) / parts, math.ceil(places) / parts
@@ -339,6 +337,11 @@ class RecomputePolicy:
                     f"recompute.sets={wanted:g}: stage {stage} has {parts} parts (recompute.segments={self.segments}), and a slot is "
                     f"for one of them, so allowed are multiples of 1/{parts}; use {allowed}"
                 )
+
+
+def _of_stage(value: _V | tuple[_V, ...], stage: int) -> _V:
+    """The entry of `stage` in a list with one per stage, or the one value for all."""
+    return value[stage] if isinstance(value, tuple) else value
 
 
 _NEAR = 0.005  # a multiple of 1/3 may be written 0.333

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 
-from pipetrain.schedule.alive import KEEPS_SET
+from pipetrain.schedule.alive import KEEPS_SET, slot_order
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.families import ComputeLanes
 from pipetrain.schedule.graph import op_graph, run_order
@@ -170,17 +170,7 @@ def order_of(schedule: Schedule) -> ComputeLanes:
 
     So `hold_back` with this order adds no wait that `schedule` does not already imply.
     """
-    lanes: ComputeLanes = [list(ops) for ops in schedule.order]
-    for rank in range(schedule.num_ranks if not lanes else 0):
-        compute, late = schedule.lane(rank, Lane.COMPUTE), list(reversed(schedule.lane(rank, Lane.RECOMPUTE)))
-        own, ended, lane = set(compute), set[Op](), list[Op]()
-        for op in compute:
-            lane.append(op)
-            ended.add(op)
-            while late and own.intersection(schedule.waits.get(late[-1], ())) <= ended:
-                lane.append(late.pop())
-        lanes.append(lane)
-    return of_lanes(lanes)
+    return of_lanes([slot_order(schedule, rank) for rank in range(schedule.num_ranks)])
 
 
 def of_lanes(lanes: Sequence[Sequence[Op]]) -> ComputeLanes:

@@ -286,8 +286,8 @@ MUTANTS = (
     Mutant(
         "places are not counted in a model",
         "pipetrain/schedule/search/polish.py",
-        "            model.AddNoOverlap(lives)",
-        "            pass",
+        "                model.AddNoOverlap(spans)",
+        "                pass",
         ("tests/plan/test_search.py", "-k", "beats"),
     ),
     Mutant(
@@ -320,7 +320,7 @@ MUTANTS = (
     ),
     Mutant(
         "an order of another hand is not checked",
-        "pipetrain/schedule/search/search.py",
+        "pipetrain/schedule/make.py",
         "        check(schedule)\n        return [schedule]",
         "        return [schedule]",
         ("tests/plan/test_search.py", "-k", "cache"),

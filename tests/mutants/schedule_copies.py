@@ -101,8 +101,8 @@ MUTANTS = (
     Mutant(
         "a stage may end its F after the next one needs it",
         "pipetrain/schedule/search/by_stage.py",
-        "            deadlines.append(min(math.floor(starts[op] + _ROUNDING), deadlines[-1]) - hop)",
-        "            deadlines.append(self.step)",
+        "        deadlines.append(min(math.floor(starts[op] + _ROUNDING), deadlines[-1]) - hop)",
+        "        deadlines.append(window.step)",
         (_TESTS, "-k", "keeps_to_its_steps"),
     ),
     Mutant(

@@ -146,8 +146,8 @@ MUTANTS = (
     Mutant(
         "all stages have the places of the first",
         "pipetrain/schedule/policy.py",
-        "return sets[stage] if isinstance",
-        "return sets[0] if isinstance",
+        "return value[stage] if isinstance",
+        "return value[0] if isinstance",
         ("tests/schedule/test_policy.py", "tests/schedule/test_schedule_waits.py"),
     ),
     Mutant(

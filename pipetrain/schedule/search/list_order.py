@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 
 from pipetrain.schedule.bound import bound
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.kinds import PASS_SEQUENCES, RECOMPUTE, Direction, Kind
+from pipetrain.schedule.kinds import FORWARD, PASS_SEQUENCES, RECOMPUTE, Direction, Kind
 from pipetrain.schedule.messages import writes_boundary
 from pipetrain.schedule.op import Op
 from pipetrain.schedule.policy import Keep, Mode, RecomputePolicy
@@ -38,7 +38,6 @@ _EXTRAS = (0, 1, 2)
 _MOST_LISTED = 150_000  # stages x microbatches x rules
 _FEWEST_RULES = 6
 _SAME_MOMENT = 1 + 1e-12  # as in `simulate`
-(_FORWARD,) = PASS_SEQUENCES[Direction.FORWARD][0]
 
 
 @dataclass(frozen=True)
@@ -70,12 +69,6 @@ class OrderProblem:
         """Whether sets of `stage` need not all be kept. The last stage runs each B right after its F: it keeps them all."""
         is_open = self.policy.mode is not Mode.NEVER and self.places_of(stage) < self._most_places(stage)
         return is_open and self.first_backward <= stage < self.num_stages - 1
-
-    def kinds_of(self, stage: int) -> tuple[Kind, ...]:
-        """The ops of a microbatch in `stage`, in their order; R where its set may be recomputed."""
-        if stage < self.first_backward:
-            return (_FORWARD,)
-        return (_FORWARD, *((RECOMPUTE,) if self.chooses(stage) else ()), *self.way_back)
 
     def places_of(self, stage: int) -> int:
         """Activation slots of `stage`, each for a set or a part of one. If nothing bounds them, as many as all microbatches need."""
@@ -122,6 +115,10 @@ class Effort:
     seconds: float
     rules: int | None = None
     steps: float | None = None
+
+    def share(self, part: float) -> Effort:
+        """A part of the seconds and the steps; as many rules."""
+        return replace(self, seconds=self.seconds * part, steps=self.steps and self.steps * part)
 
 
 @dataclass(frozen=True)
@@ -183,7 +180,7 @@ class _Stage:
         self._not_kept = {i for own, i in rule.not_kept if own == stage}
         self._first = {i for own, i in rule.first if own == stage}
         self._with_gradient_only = problem.policy.mode is Mode.INLINE
-        self._kinds = (_FORWARD, RECOMPUTE, turn, *rest)
+        self._kinds = (FORWARD, RECOMPUTE, turn, *rest)
         self._seconds = [costs.of(kind)[stage] for kind in self._kinds]
         self._parts, self._share_of = problem.policy.num_parts(stage), problem.policy.share_of
         self.has_backward = stage >= problem.first_backward
@@ -231,7 +228,7 @@ class _Stage:
         prefers = self._prefers
         if prefers is Prefers.R or not self._may_run_forward(now):
             return True
-        return prefers is Prefers.TURNS and self.lane[-1].kind is _FORWARD
+        return prefers is Prefers.TURNS and self.lane[-1].kind is FORWARD
 
     def _may_run_forward(self, now: float) -> bool:
         number = self.forwards

@@ -1,9 +1,11 @@
 """Better orders by constraint programming (CP-SAT of ortools, where it is installed), and a proof of how good they are.
 
-The variables are the start of each op and, for each set, whether it is kept. A stage runs one op at a time; each microbatch passes
-the stages in order; a kept set holds one of its stage's activation slots from F on, another set from R on. Redundant constraints help
-the solver: the work of a stage, and the time that its sets hold slots, must fit between the first microbatch's arrival at the stage
-and the last one's way back to stage 0 (proofs in `bound.py`). They are linear in the number of kept sets.
+The variables are the start of each op and, for each set, whether it is recomputed or copied to the host. A stage runs one op at a
+time; each microbatch passes the stages in order; a kept set holds one of its stage's activation slots from F on, another set from R
+on. Redundant constraints help the solver: the work of a stage, and the time that its sets hold slots, must fit between the first
+microbatch's arrival at the stage and the last one's way back to stage 0 (proofs in `bound.py`).
+
+`polish` has one model of all stages, without copies. `by_stage.py` has a model of one stage.
 
 Times are integers. Costs that are multiples of a unit stay exact; others are rounded down, by less than a 200,000th of the step,
 so a proof for the rounded costs holds for the real ones, too.
@@ -13,16 +15,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pipetrain.schedule.costs import Costs
-from pipetrain.schedule.kinds import PASS_SEQUENCES, RECOMPUTE, Direction, Kind
+from pipetrain.schedule.kinds import FORWARD, OFFLOAD, PASS_SEQUENCES, RECOMPUTE, RELOAD, Direction, Kind
 from pipetrain.schedule.op import Op
-from pipetrain.schedule.policy import Mode
+from pipetrain.schedule.policy import Mode, Offload
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.search.list_order import Effort, ListedOrder, OrderProblem
 from pipetrain.schedule.simulate import simulate
@@ -30,7 +33,9 @@ from pipetrain.schedule.simulate import simulate
 _DENOMINATORS = (1, 2, 3, 4, 5, 6, 8, 10, 20, 50, 100)
 _PARTS_OF_A_STEP = 200_000
 _PAUSE_SECONDS = 0.1
-(_FORWARD,) = PASS_SEQUENCES[Direction.FORWARD][0]
+
+Bounds = tuple[list[int], list[int]]  # when each F must have ended, and when each gradient is there
+Starts = Mapping[Op, float]  # of the ops of a stage
 
 
 @dataclass(frozen=True)
@@ -51,21 +56,44 @@ def polish(problem: OrderProblem, start: Schedule, effort: Effort) -> Polished:
     cp_model: Any = importlib.import_module("ortools.sat.python.cp_model")  # not at the top: it takes a second
     unit = unit_of(problem.costs, simulate(start, problem.costs).step_seconds)
     whole = replace(problem, costs=in_units(problem.costs, unit))
-    events = (event for event in simulate(start, whole.costs).events if event.op.kind.computes)
-    model = _Model(cp_model, whole, {event.op: round(event.start) for event in events})
+    events = [event for event in simulate(start, whole.costs).events if event.op.kind.computes]
+    least = math.ceil(whole.least_seconds() - 1e-6)
+    horizon = max(least, round(max(event.end for event in events)))
+    model = cp_model.CpModel()
+    end = model.NewIntVar(least, horizon, "step")
+    stages = [StageOps(model, Window(whole, stage, horizon)) for stage in range(problem.num_stages)]
+    for own in stages:
+        *_, last = own.window.kinds
+        model.Add(end >= own.ended(own.window.ops(last)[-1]))
+        if own.window.turn in own.window.kinds:
+            own.add_sums(end)
+        own.hint({event.op: event.start for event in events if event.op.stage == own.window.stage})
+    for edge, (one, other) in enumerate(itertools.pairwise(stages)):
+        _add_link(one, other, FORWARD, round(whole.costs.hop_forward[edge]))
+        _add_link(other, one, one.window.turn, round(whole.costs.hop_backward[edge]))
+    for op, back in zip(stages[-1].window.ops(FORWARD), stages[-1].window.ops(stages[-1].window.turn)):
+        model.Add(stages[-1].start[back] == stages[-1].ended(op))
+    model.AddHint(end, horizon)
+    model.Minimize(end)
+    solver = solver_of(cp_model, effort, seed=0)
+    status = solved(solver, model)
+    found = None
+    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        found = ListedOrder(tuple(own.in_order(solver) for own in stages), solver.Value(end) * unit)
+    return Polished(found, max(least, math.ceil(solver.BestObjectiveBound() - 1e-6)) * unit)
+
+
+def solver_of(cp_model: Any, effort: Effort, seed: int) -> Any:
+    """A solver that stops after `effort`. It has one worker, so the same effort in steps gives the same result on any machine."""
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
-    solver.parameters.interleave_search = (
-        True  # the worker alternates between proving bounds and improving the best order
-    )
-    solver.parameters.random_seed = 0
+    solver.parameters.interleave_search = True  # it alternates between proving bounds and improving the best order
+    solver.parameters.random_seed = seed
     if effort.steps is None:
         solver.parameters.max_time_in_seconds = effort.seconds
     else:
         solver.parameters.max_deterministic_time = effort.steps
-    status = solved(solver, model.model)
-    found = model.order(solver, unit) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
-    return Polished(found, max(model.least, math.ceil(solver.BestObjectiveBound() - 1e-6)) * unit)
+    return solver
 
 
 def solved(solver: Any, model: Any) -> int:
@@ -104,187 +132,199 @@ def in_units(costs: Costs, unit: float, *, nearest: bool = False) -> Costs:
     return Costs(**times, input_gradient=input_gradient, weight_gradient=weight_gradient)
 
 
-class _Model:
-    """The variables and constraints of one problem, whose costs are whole numbers. `least` is the lower bound of `bound`.
-    `hints` are the starts of the ops in the schedule from which the search starts."""
+class Window:
+    """A stage of a problem in a step that takes `step`: its costs in whole units, and the time in which its ops may run.
 
-    def __init__(self, cp_model: Any, problem: OrderProblem, hints: Mapping[Op, int]) -> None:
-        self.model = cp_model.CpModel()
-        self._problem = problem
-        self._microbatches = range(problem.num_microbatches)
-        self._hints = hints
-        most = round(max(self._hints[op] + self._seconds(op) for op in self._hints))
-        self.least = math.ceil(problem.least_seconds() - 1e-6)
-        self._horizon = max(self.least, most)
-        self._start: dict[Op, Any] = {}
-        self._kept: dict[tuple[int, int], Any] = {}  # of the stages that have a choice
-        self._lives: dict[tuple[int, int], tuple[Any, Any]] = {}  # of each set: when it comes, and for how long
-        self._end = self._new("step", self.least, self._horizon)
-        for stage in range(problem.num_stages):
-            self._add_stage(stage)
-        for stage in range(problem.num_stages):
-            self._add_links(stage)
-        for stage in range(problem.first_backward, problem.num_stages):
-            self._add_sums(stage)
-        self.model.Minimize(self._end)
-        self._hint()
+    `bounds`: when each F must have ended and when each gradient is there, if the next stage has an order already.
+    """
 
-    def order(self, solver: Any, unit: float) -> ListedOrder:
-        """The ops of each stage by their starts."""
-        kept = {place for place, var in self._kept.items() if solver.BooleanValue(var)}
-        lanes: list[list[tuple[int, int, int, int, Op]]] = [[] for _ in range(self._problem.num_stages)]
-        for number, (op, var) in enumerate(self._start.items()):
-            if op.kind is not RECOMPUTE or (op.stage, op.microbatch) not in kept:
-                start = solver.Value(var)
-                # Of ops that start together, those of length 0 come first, in the order of a microbatch's path.
-                lanes[op.stage].append((start, start + self._seconds(op), op.microbatch or 0, number, op))
-        return ListedOrder(
-            tuple(tuple(op for *_, op in sorted(lane)) for lane in lanes), solver.Value(self._end) * unit
-        )
+    def __init__(self, problem: OrderProblem, stage: int, step: int, bounds: Bounds | None = None) -> None:
+        costs, first = problem.costs, problem.first_backward
+        self.problem, self.stage, self.step = problem, stage, step
+        self.microbatches = range(problem.num_microbatches)
+        count = problem.num_microbatches
+        self.deadlines, self.gradients = bounds or ([step] * count, [0] * count)
+        self.kinds = (FORWARD, *problem.way_back) if stage >= first else (FORWARD,)
+        self.seconds = {kind: round(costs.of(kind)[stage]) for kind in (*self.kinds, RECOMPUTE, OFFLOAD)}
+        self.turn = problem.way_back[0]
+        turns, before = costs.of(self.turn), range(stage)
+        # The first F comes after the F and hops of earlier stages. The others follow at most as fast as the slowest of these.
+        self.head = round(sum(costs.forward[:stage]) + sum(costs.hop_forward[:stage]))
+        self.pace = round(max((*costs.forward[:stage], *costs.hop_forward[:stage]), default=0))
+        # From the end of F through the later stages to the backward, and from there to the end of the step.
+        self.beyond = round(sum(costs.forward[stage + 1 :]) + sum(costs.hop_forward[stage:]))
+        self.beyond += round(sum(turns[stage + 1 :]) + sum(costs.hop_backward[stage:]))
+        late = sum(sum(costs.of(kind)[first : first + 1]) for kind in problem.way_back[1:])
+        self.tail = round(sum(turns[first:stage]) + sum(costs.hop_backward[first:stage]) + late)
+        self.pace_back = round(max((*(turns[s] for s in before[first:]), *costs.hop_backward[first:stage]), default=0))
 
-    def _seconds(self, op: Op) -> int:
-        return round(self._problem.costs.of(op.kind)[op.stage])
+    def earliest(self, number: int) -> int:
+        """The least start of F."""
+        return self.head + number * max(self.pace, self.seconds[FORWARD])
 
-    def _new(self, name: str, least: int, most: int) -> Any:
-        return self.model.NewIntVar(least, most, name)
+    def latest(self, number: int) -> int:
+        """The largest end of B or I."""
+        return self.step - self.tail - (self.microbatches[-1] - number) * max(self.pace_back, self.seconds[self.turn])
 
-    def _add_op(self, op: Op) -> Any:
-        """The interval of an op; an R has one only where its set is not kept."""
-        start = self._start[op] = self._new(str(op), 0, self._horizon - self._seconds(op))
-        if op.kind is not RECOMPUTE:
-            return self.model.NewIntervalVar(start, self._seconds(op), start + self._seconds(op), str(op))
-        kept = self._kept[op.stage, op.microbatch or 0]
-        return self.model.NewOptionalIntervalVar(
-            start, self._seconds(op), start + self._seconds(op), kept.Not(), str(op)
-        )
+    def ops(self, kind: Kind) -> list[Op]:
+        """The ops of a kind, one per microbatch; none if there is no backward."""
+        return [Op(self.stage, kind, i) for i in self.microbatches if kind in self.kinds]
 
-    def _add_stage(self, stage: int) -> None:
-        """Adds the ops of a stage: one runs at a time, and those of each kind in the order of microbatches."""
-        problem, model = self._problem, self.model
-        if problem.chooses(stage):
-            self._kept |= {(stage, i): model.NewBoolVar(f"{stage}K{i}") for i in self._microbatches}
-        kinds = problem.kinds_of(stage)
-        model.AddNoOverlap([self._add_op(Op(stage, kind, i)) for i in self._microbatches for kind in kinds])
-        for kind in kinds:
-            for i in self._microbatches[1:]:
-                first, second = Op(stage, kind, i - 1), Op(stage, kind, i)
-                if kind is RECOMPUTE:
-                    recomputed = self._kept[stage, i - 1].Not()
-                    model.Add(self._start[second] >= self._start[first] + self._seconds(first) * recomputed)
-                else:
-                    model.Add(self._start[second] >= self._ended(first))
-        if stage >= problem.first_backward:
-            self._add_lives(stage)
+    def span(self, op: Op) -> tuple[int, int]:
+        """The least start and the largest end of an op."""
+        number = op.microbatch or 0
+        if op.kind is FORWARD:
+            return self.earliest(number), self.deadlines[number]
+        return self.gradients[number], self.latest(number) if op.kind is self.turn else self.step
 
-    def _add_lives(self, stage: int) -> None:
-        """Orders F, R and the backward of each microbatch, and adds the time in which its set is alive."""
-        problem, model, places = self._problem, self.model, self._problem.places_of(stage)
-        turn, last = problem.way_back[0], problem.way_back[-1]
-        lives = []
-        for i in self._microbatches:
-            forward, back, end = Op(stage, _FORWARD, i), Op(stage, turn, i), Op(stage, last, i)
-            if end != back:
-                model.Add(self._start[end] >= self._ended(back))
-            model.Add(self._end >= self._ended(end))
-            opens = self._start[forward]
-            if stage == problem.num_stages - 1:
-                model.Add(self._start[back] == self._ended(forward))
-            if (stage, i) in self._kept:
-                kept, again = self._kept[stage, i], Op(stage, RECOMPUTE, i)
-                model.Add(self._start[back] >= self._ended(forward))
-                model.Add(self._start[again] >= self._ended(forward)).OnlyEnforceIf(kept.Not())
-                model.Add(self._start[back] >= self._ended(again)).OnlyEnforceIf(kept.Not())
-                opens = self._new(f"{stage}S{i}", 0, self._horizon)
-                model.Add(opens == self._start[forward]).OnlyEnforceIf(kept)
-                model.Add(opens == self._start[again]).OnlyEnforceIf(kept.Not())
-                if problem.policy.mode is Mode.INLINE:
-                    model.Add(self._start[back] == self._ended(again)).OnlyEnforceIf(kept.Not())
-            length = self._new(f"{stage}L{i}", 0, self._horizon)
-            self._lives[stage, i] = opens, length
-            lives.append(model.NewIntervalVar(opens, length, self._ended(end), f"{stage}A{i}"))
-            stash = i + problem.stash_of(stage)
-            if stash in self._microbatches:
-                model.Add(self._start[Op(stage, _FORWARD, stash)] >= self._ended(end))
-        if places == 1:
-            model.AddNoOverlap(lives)
-        elif places < len(lives):
-            model.AddCumulative(lives, [1] * len(lives), places)
+    def between(self, number: int) -> tuple[int, int]:
+        """The least start and the largest end of an R or a copy: after F, before its set is read."""
+        return self.earliest(number) + self.seconds[FORWARD], self.latest(number) - self.seconds[self.turn]
 
-    def _add_links(self, stage: int) -> None:
-        """Each tensor comes from the neighbouring stage, by a link that carries one at a time."""
-        problem, turn = self._problem, self._problem.way_back[0]
-        for kind, source, hops, first in (
-            (_FORWARD, stage - 1, problem.costs.hop_forward[stage - 1 : stage], 1),
-            (turn, stage + 1, problem.costs.hop_backward[stage : stage + 1], problem.first_backward),
-        ):
-            if stage < first or not 0 <= source < problem.num_stages:
+    def ended(self, op: Op, start: Any) -> Any:
+        return start + self.seconds[OFFLOAD if op.kind is RELOAD else op.kind]
+
+
+class StageOps:
+    """The ops of one stage in a CP-SAT model. `start` has the variable of each op; an R or a copy runs only if its variable in
+    `chosen` is true."""
+
+    def __init__(self, model: Any, window: Window) -> None:
+        self.model, self.window = model, window
+        self.start: dict[Op, Any] = {}
+        self.chosen: dict[Op, Any] = {}
+        busy = [self._interval(op, *window.span(op)) for kind in window.kinds for op in window.ops(kind)]
+        in_turn = [window.ops(kind) for kind in window.kinds]
+        for ops in (*in_turn, *zip(*in_turn)):
+            self._follow(ops)
+        if window.turn in window.kinds:
+            busy += self._add_sets()
+        model.AddNoOverlap(busy)
+
+    def ended(self, op: Op) -> Any:
+        return self.window.ended(op, self.start[op])
+
+    def starts(self, solver: Any) -> Starts:
+        """When each op starts, without those that were not chosen."""
+        found = {op: solver.Value(start) for op, start in self.start.items()}
+        return {op: at for op, at in found.items() if op not in self.chosen or solver.BooleanValue(self.chosen[op])}
+
+    def in_order(self, solver: Any) -> tuple[Op, ...]:
+        """The ops by their starts. Of ops that start together, those of length 0 come first, in the order of a microbatch's path."""
+        starts, path = self.starts(solver), (FORWARD, RECOMPUTE, *self.window.problem.way_back)
+        keys = {op: (at, self.window.ended(op, at), op.microbatch, path.index(op.kind)) for op, at in starts.items()}
+        return tuple(sorted(keys, key=keys.__getitem__))
+
+    def hint(self, starts: Starts) -> None:
+        """Gives the solver an order of the stage to start from."""
+        for op, start in starts.items():
+            self.model.AddHint(self.start[op], math.floor(start))
+        for op, chosen in self.chosen.items():
+            if op.kind is not RELOAD:  # it has the variable of its OFFLOAD
+                self.model.AddHint(chosen, int(op in starts))
+
+    def _interval(self, op: Op, least: int, most: int, *chosen: Any) -> Any:
+        """The interval of an op. If the variables `chosen` are true, the op runs, and all of it between `least` and `most`."""
+        seconds = self.window.ended(op, 0)
+        start = self.start[op] = self.model.NewIntVar(least, max(least, most - seconds), str(op))
+        make = self.model.NewOptionalIntervalVar if chosen else self.model.NewIntervalVar
+        return make(start, seconds, start + seconds, *chosen, str(op))
+
+    def _follow(self, ops: Iterable[Op], *chosen: Any) -> None:
+        for first, second in itertools.pairwise(ops):
+            self.model.Add(self.start[second] >= self.ended(first)).OnlyEnforceIf(*chosen)
+
+    def _add_sets(self) -> list[Any]:
+        """Adds the choice for each set, and the slots that the set takes. Returns the intervals of R."""
+        window, model, stage, problem = self.window, self.model, self.window.stage, self.window.problem
+        runs: dict[Kind, list[Any]] = {kind: [] for kind in (RECOMPUTE, OFFLOAD, RELOAD)}
+        lives, on_host = list[Any](), list[Any]()
+        for i in window.microbatches:
+            forward, turn, last = (Op(stage, kind, i) for kind in (FORWARD, window.turn, window.kinds[-1]))
+            back: dict[Op, Any] = {}  # the last op of each way
+            for way in self._ways_back():
+                chosen, ops = model.NewBoolVar(f"{way[0]}{i}"), [Op(stage, kind, i) for kind in way]
+                for op in ops:
+                    self.chosen[op] = chosen
+                    runs[op.kind].append(self._interval(op, *window.between(i), chosen))
+                self._follow((forward, *ops, turn), chosen)
+                back[ops[-1]] = chosen
+                if way[1:]:
+                    lives.append(self._span(self.start[forward], ops[0], chosen))
+                    on_host.append(self._span(self.start[ops[0]], ops[1], chosen))
+                elif problem.policy.mode is Mode.INLINE:
+                    model.Add(self.start[ops[0]] >= window.gradients[i]).OnlyEnforceIf(chosen)
+                    model.Add(self.start[turn] == self.ended(ops[0])).OnlyEnforceIf(chosen)
+            lives.append(self._span(self._comes(forward, back), last))
+            if (stash := i + problem.stash_of(stage)) in window.microbatches:
+                self._follow((last, Op(stage, FORWARD, stash)))
+        for lane in (OFFLOAD, RELOAD):
+            model.AddNoOverlap(runs[lane])
+        for spans, room in ((lives, problem.places_of(stage)), (on_host, problem.policy.host_sets_of(stage))):
+            if room == 1:
+                model.AddNoOverlap(spans)
+            elif room is not None and room < len(spans):
+                model.AddCumulative(spans, [1] * len(spans), room)
+        return runs[RECOMPUTE]
+
+    def _ways_back(self) -> list[tuple[Kind, ...]]:
+        """The ops by which a set that is not kept may come back to the device."""
+        problem = self.window.problem
+        must = problem.policy.offload is Offload.ALWAYS
+        recomputes = problem.chooses(self.window.stage) and not must
+        copies = must or (recomputes and problem.policy.offloads)
+        return [(RECOMPUTE,)] * recomputes + [(OFFLOAD, RELOAD)] * copies
+
+    def _comes(self, forward: Op, back: Mapping[Op, Any]) -> Any:
+        """When a set takes its slot for its backward: at the start of F if it is kept, else at that of the chosen op of `back`."""
+        if not back:
+            return self.start[forward]
+        comes = self.model.NewIntVar(0, self.window.step, f"{forward} comes")
+        must = self.window.problem.policy.offload is Offload.ALWAYS
+        self.model.AddLinearConstraint(sum(back.values()), int(must), 1)
+        self.model.Add(comes == self.start[forward]).OnlyEnforceIf(*(chosen.Not() for chosen in back.values()))
+        for op, chosen in back.items():
+            self.model.Add(comes == self.start[op]).OnlyEnforceIf(chosen)
+        return comes
+
+    def _span(self, begin: Any, last: Op, *chosen: Any) -> Any:
+        """From `begin` to the end of `last`."""
+        length = self.model.NewIntVar(0, self.window.step, f"to {last}")
+        make = self.model.NewOptionalIntervalVar if chosen else self.model.NewIntervalVar
+        return make(begin, length, self.ended(last), *chosen, f"until {last}")
+
+    def add_sums(self, end: Any) -> None:
+        """Redundant constraints: the work of the stage, and the time that its sets hold slots, fit into a step that takes `end`."""
+        window, seconds, places = self.window, self.window.seconds, self.window.problem.places_of(self.window.stage)
+        turn, late = seconds[window.turn], sum(seconds[kind] for kind in window.kinds[2:])
+        again, away = (sum(var for op, var in self.chosen.items() if op.kind is kind) for kind in (RECOMPUTE, OFFLOAD))
+        work = len(window.microbatches) * (seconds[FORWARD] + turn + late) + seconds[RECOMPUTE] * again
+        for backward, at_end, after in ((turn, places * late, window.tail), (turn + late, 0, 0)):
+            room = end - window.head - after
+            self.model.Add(work - at_end <= room)
+            if not self.chosen:
                 continue
-            hop, busy = round(hops[0]), None
-            for i in self._microbatches:
-                sent = self._ended(Op(source, kind, i))
-                arrived = sent + hop
-                if hop > self._seconds(Op(source, kind, i)):  # else no tensor ever waits for the link
-                    arrived = self._new(f"{stage}{kind}{i} arrives", 0, self._horizon)
-                    self.model.Add(arrived >= sent + hop)
-                    if busy is not None:
-                        self.model.Add(arrived >= busy + hop)
-                    busy = arrived
-                self.model.Add(self._start[Op(stage, kind, i)] >= arrived)
-                again = Op(stage, RECOMPUTE, i)
-                if kind is turn and again in self._start and problem.policy.mode is Mode.INLINE:
-                    self.model.Add(self._start[again] >= arrived).OnlyEnforceIf(self._kept[stage, i].Not())
+            lives = again * (seconds[RECOMPUTE] + backward)
+            lives += away * (seconds[FORWARD] + 2 * seconds[OFFLOAD] + backward)
+            for i, deadline, gradient in zip(window.microbatches, window.deadlines, window.gradients):
+                ways = (Op(window.stage, kind, i) for kind in (RECOMPUTE, OFFLOAD))
+                whole = seconds[FORWARD] + max(window.beyond, gradient - deadline) + backward
+                lives += whole * (1 - sum(self.chosen[op] for op in ways if op in self.chosen))
+            self.model.Add(lives <= places * room)
 
-    def _add_sums(self, stage: int) -> None:
-        """Two redundant constraints per stage: its work, and the time that its sets hold slots, fit between the arrival of the
-        first microbatch and the last one's way back to stage 0.
-        """
-        problem, costs = self._problem, self._problem.costs
-        places, microbatches = problem.places_of(stage), problem.num_microbatches
-        turn, *rest = (costs.of(kind) for kind in problem.way_back)
-        late = [sum(times) for times in zip(*rest)] or [0.0] * problem.num_stages
-        before = sum(costs.forward[:stage]) + sum(costs.hop_forward[:stage])
-        first = problem.first_backward
-        tail = sum(turn[first:stage]) + sum(costs.hop_backward[first:stage]) + late[first]
-        beyond = sum(costs.forward[stage + 1 :]) + sum(costs.hop_forward[stage:])
-        beyond += sum(turn[stage + 1 :]) + sum(costs.hop_backward[stage:])
-        kept = sum(var for (own, _), var in self._kept.items() if own == stage)
-        recomputed = microbatches - kept if (stage, 0) in self._kept else 0
-        work = round(microbatches * (costs.forward[stage] + turn[stage] + late[stage]))
-        work = work + round(costs.recompute[stage]) * recomputed
-        for backward, at_end, after in (
-            (turn[stage], round(places * late[stage]), round(tail)),
-            (turn[stage] + late[stage], 0, 0),
-        ):
-            room = self._end - round(before) - after
-            self.model.Add(room >= work - at_end)
-            if (stage, 0) in self._kept:
-                of_kept = round(costs.forward[stage] + beyond + backward)
-                of_recomputed = round(costs.recompute[stage] + backward)
-                self.model.Add(places * room >= of_kept * kept + of_recomputed * recomputed)
 
-    def _hint(self) -> None:
-        """Gives the solver the complete order to start from, so that it has a solution at once."""
-        last = self._problem.way_back[-1]
-        for stage in range(self._problem.num_stages):
-            again_at = 0
-            for i in self._microbatches:
-                again = Op(stage, RECOMPUTE, i)
-                if (stage, i) in self._kept:
-                    kept = again not in self._hints
-                    self.model.AddHint(self._kept[stage, i], int(kept))
-                    self.model.AddHint(self._start[again], self._hints.get(again, again_at))
-                    again_at = again_at if kept else self._hints[again] + self._seconds(again)
-                if (stage, i) in self._lives:
-                    opens, length = self._lives[stage, i]
-                    start = self._hints.get(again, self._hints[Op(stage, _FORWARD, i)])
-                    end = Op(stage, last, i)
-                    self.model.AddHint(length, self._hints[end] + self._seconds(end) - start)
-                    if (stage, i) in self._kept:
-                        self.model.AddHint(opens, start)
-        for op, var in self._start.items():
-            if op.kind is not RECOMPUTE:
-                self.model.AddHint(var, self._hints[op])
-        self.model.AddHint(self._end, self._horizon)
-
-    def _ended(self, op: Op) -> Any:
-        return self._start[op] + self._seconds(op)
+def _add_link(source: StageOps, to: StageOps, kind: Kind, hop: int) -> None:
+    """The ops of `kind` on stage `to` wait for their tensors, which come over a link that carries one at a time."""
+    busy = None
+    for given, reader in zip(source.window.ops(kind), to.window.ops(kind)):
+        arrived = source.ended(given) + hop
+        if hop > source.window.seconds[kind]:  # else no tensor ever waits for the link
+            sent, arrived = arrived, source.model.NewIntVar(0, source.window.step, f"{reader} arrives")
+            source.model.Add(arrived >= sent)
+            if busy is not None:
+                source.model.Add(arrived >= busy + hop)
+            busy = arrived
+        source.model.Add(to.start[reader] >= arrived)
+        again = reader._replace(kind=RECOMPUTE)
+        if kind is not FORWARD and again in to.chosen and to.window.problem.policy.mode is Mode.INLINE:
+            source.model.Add(to.start[again] >= arrived).OnlyEnforceIf(to.chosen[again])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from pipetrain.schedule.check import check
 from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.csv_file import csv_of_order, order_of_csv
 from pipetrain.schedule.families import ALWAYS_SPLIT, WITH_WARMUP, ComputeLanes
-from pipetrain.schedule.make import held_to, lanes_of_ranks, make, problem_of
+from pipetrain.schedule.make import held_to, make, problem_of, sound
 from pipetrain.schedule.policy import Keep, Offload
 from pipetrain.schedule.recompute import order_of
 from pipetrain.schedule.schedule import Schedule
@@ -82,61 +83,52 @@ def best_schedule(
         ValueError: as `make`.
     """
     spec = replace(spec, costs=costs)
-    if spec.policy.offloads and spec.first_backward < spec.num_stages:
-        return _best_with_copies(spec, costs, effort, cache, say)
-    if spec.num_stages * spec.num_microbatches > MOST_COMPARED:
+    copies = spec.policy.offloads and spec.first_backward < spec.num_stages
+    if not copies and spec.num_stages * spec.num_microbatches > MOST_COMPARED:
         schedule = make(spec)
         return FoundSchedule(schedule, simulate(schedule, costs).step_seconds, problem_of(spec, costs).least_seconds())
     known = None if cache is None else read_order(cache, spec, costs)
-    found = _found(spec, costs, _schedules(spec, known), 0.0 if known is None else known.least_seconds)
-    if effort.seconds == 0 or found.is_proven or (known is not None and known.searched_seconds >= effort.seconds):
+    has_searched = known is not None and known.searched_seconds >= effort.seconds
+    schedules = _schedules(spec, known)
+    if copies and spec.policy.offload is Offload.AUTO:  # so the result is never slower than the best without copies
+        plain = replace(spec, policy=replace(spec.policy, offload=Offload.NONE))
+        first = effort.share(0.0 if has_searched else _SHARE_WITHOUT_COPIES)
+        without = best_schedule(plain, costs, first, cache, say).schedule
+        schedules = itertools.chain(schedules, [replace(without, policy=spec.policy)])
+    found = _found(spec, costs, schedules, 0.0 if known is None else known.least_seconds)
+    if effort.seconds == 0 or found.is_proven or has_searched or (copies and not _polishes(spec)):
         return found
-    say(
-        f"searching for an order for pipeline.schedule=auto, for {effort.seconds:g} s at most (pipeline.search_seconds)"
-    )
-    problem, start = problem_of(spec, costs), found
-    polishes = _polishes(spec) and effort.steps != 0
-    first = replace(effort, seconds=effort.seconds * _SHARE_OF_CLIMB) if polishes else effort
-    climbed = climb(problem, first, start.least_seconds)
-    found = _found(spec, costs, [start.schedule, *_sound(spec, lanes_of_ranks(spec, climbed))], start.least_seconds)
-    if polishes and not found.is_proven:
-        polished = polish(problem, found.schedule, replace(effort, seconds=effort.seconds - first.seconds))
-        better = [] if polished.order is None else _sound(spec, lanes_of_ranks(spec, polished.order))
-        found = _found(spec, costs, [found.schedule, *better], max(found.least_seconds, polished.least_seconds))
+    what = "with copies to host memory" if copies else "for pipeline.schedule=auto"
+    say(f"searching for an order {what}, for {effort.seconds:g} s at most (pipeline.search_seconds)")
+    found = (_search_with_copies if copies else _search)(spec, costs, effort, found)
     if cache is not None:
         write_order(cache, spec, costs, CachedOrder(order_of(found.schedule), found.least_seconds, effort.seconds))
     return found
 
 
-def _best_with_copies(
-    spec: ScheduleSpec, costs: Costs, effort: Effort, cache: Path | None, say: Callable[[str], None]
-) -> FoundSchedule:
-    """As `best_schedule`, where sets may go to host memory: never slower than the best without copies, unless all must go."""
-    known, schedules = None if cache is None else read_order(cache, spec, costs), list[Schedule]()
-    has_searched = known is not None and effort.seconds <= known.searched_seconds
-    if spec.policy.offload is Offload.AUTO:
-        plain = replace(spec, policy=replace(spec.policy, offload=Offload.NONE))
-        share = 0.0 if has_searched else _SHARE_WITHOUT_COPIES
-        first = replace(effort, seconds=effort.seconds * share, steps=effort.steps and effort.steps * share)
-        schedules.append(replace(best_schedule(plain, costs, first, cache, say).schedule, policy=spec.policy))
-    found = _found(spec, costs, [*_schedules(spec, known), *schedules], 0.0 if known is None else known.least_seconds)
-    if effort.seconds == 0 or found.is_proven or has_searched or not _polishes(spec):
-        return found
-    say(
-        f"searching for an order with copies to host memory, for {effort.seconds:g} s at most (pipeline.search_seconds)"
-    )
-    rest = 1 - _SHARE_WITHOUT_COPIES
-    left = replace(effort, seconds=effort.seconds * rest, steps=effort.steps and effort.steps * rest)
+def _search(spec: ScheduleSpec, costs: Costs, effort: Effort, start: FoundSchedule) -> FoundSchedule:
+    """The best that changed rules and, with ortools, constraint programming find from `start`."""
+    problem = problem_of(spec, costs)
+    polishes = _polishes(spec) and effort.steps != 0
+    first = replace(effort, seconds=effort.seconds * _SHARE_OF_CLIMB) if polishes else effort
+    climbed = climb(problem, first, start.least_seconds)
+    found = _found(spec, costs, [start.schedule, *sound(spec, climbed)], start.least_seconds)
+    if polishes and not found.is_proven:
+        polished = polish(problem, found.schedule, replace(effort, seconds=effort.seconds - first.seconds))
+        better = [] if polished.order is None else sound(spec, polished.order)
+        found = _found(spec, costs, [found.schedule, *better], max(found.least_seconds, polished.least_seconds))
+    return found
+
+
+def _search_with_copies(spec: ScheduleSpec, costs: Costs, effort: Effort, found: FoundSchedule) -> FoundSchedule:
+    """The best of `found` and the orders of `by_stage.py`."""
 
     def step_of(order: ListedOrder) -> float:
-        sound = _sound(spec, lanes_of_ranks(spec, order))
-        return min((simulate(schedule, costs).step_seconds for schedule in sound), default=math.inf)
+        return min((simulate(schedule, costs).step_seconds for schedule in sound(spec, order)), default=math.inf)
 
-    for order in by_solver(problem_of(spec, costs.beside_copies()), found.seconds, left, step_of):
-        better = _sound(spec, lanes_of_ranks(spec, order))
-        found = _found(spec, costs, [found.schedule, *better], found.least_seconds)
-    if cache is not None:
-        write_order(cache, spec, costs, CachedOrder(order_of(found.schedule), found.least_seconds, effort.seconds))
+    problem, left = problem_of(spec, costs.beside_copies()), effort.share(1 - _SHARE_WITHOUT_COPIES)
+    for order in by_solver(problem, found.seconds, left, step_of):
+        found = _found(spec, costs, [found.schedule, *sound(spec, order)], found.least_seconds)
     return found
 
 
@@ -147,7 +139,7 @@ def _polishes(spec: ScheduleSpec) -> bool:
 
 def _schedules(spec: ScheduleSpec, known: CachedOrder | None = None) -> Iterator[Schedule]:
     """The candidates without a search: the order found before, the rule's, those of named families."""
-    yield from [] if known is None else _sound(spec, known.order)
+    yield from [] if known is None else sound(spec, known.order)
     yield make(spec)
     policy = replace(spec.policy, keep=Keep.AUTO)
     for family in _FAMILIES:
@@ -158,18 +150,6 @@ def _schedules(spec: ScheduleSpec, known: CachedOrder | None = None) -> Iterator
             named = replace(spec, family=family, policy=policy, warmup=warmup, split_backward=halves)
             with contextlib.suppress(ValueError):  # it holds more than the stash
                 yield held_to(spec, order_of(make(named)))
-
-
-def _sound(spec: ScheduleSpec, order: ComputeLanes) -> list[Schedule]:
-    """The schedule of an order from the cache or a solver; none if it cannot run.
-
-    A file of the cache may be damaged. A solver may round ops to length 0 and then swap them.
-    """
-    with contextlib.suppress(ValueError):
-        schedule = held_to(spec, order)
-        check(schedule)
-        return [schedule]
-    return []
 
 
 def _found(
