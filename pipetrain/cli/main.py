@@ -24,6 +24,7 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 
 from pipetrain import __version__
+from pipetrain.config.read_files import shipped
 from pipetrain.config.renamed import current_overrides
 from pipetrain.config.terminal import printable
 from pipetrain.config.terminal import say as say
@@ -235,10 +236,9 @@ def _told_instead(arguments: Arguments) -> str | None:
 
 
 def _find_benchmarks() -> Path | None:
-    """The folder of the benchmarks: inside the package when installed from a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    folders = (package / "benchmarks", package.parent / "benchmarks")
-    return next((folder for folder in folders if (folder / "command.py").is_file()), None)
+    """The folder of the benchmarks, where there is one."""
+    folder = shipped("benchmarks")
+    return folder if (folder / "command.py").is_file() else None
 
 
 def _run_benchmarks(folder: Path, words: Sequence[str]) -> int:
@@ -254,29 +254,16 @@ def _run_benchmarks(folder: Path, words: Sequence[str]) -> int:
 
 # The keys, for the terminal -------------------------------------------------------------------------------------------
 
-_MOST_CHANGED = [
-    "steps",
-    "epochs",
-    "seed",
-    "precision",
-    "run_dir",
-    "resume",
-    "model.target",
-    "model.path",
-    "data.path",
-    "data.target",
-    "data.global_batch_size",
-    "data.sequence_length",
-    "pipeline.num_stages",
-    "pipeline.num_microbatches",
-    "pipeline.schedule",
-    "pipeline.balance",
-    "recompute.mode",
-    "recompute.sets",
-    "parallel.num_replicas",
-    "optim.learning_rate",
-    "snapshot.every_steps",
-]
+_MOST_CHANGED = {
+    "": ("steps", "epochs", "seed", "precision", "run_dir", "resume"),
+    "model.": ("target", "path"),
+    "data.": ("path", "target", "global_batch_size", "sequence_length"),
+    "pipeline.": ("num_stages", "num_microbatches", "schedule", "balance"),
+    "recompute.": ("mode", "sets"),
+    "parallel.": ("num_replicas",),
+    "optim.": ("learning_rate",),
+    "snapshot.": ("every_steps",),
+}  # keys, by the start of their names
 _WIDTH = 116  # of a line
 
 
@@ -299,9 +286,10 @@ def few_keys() -> str:
     """The groups with their choices, and the keys that people change most."""
     from pipetrain.config.load import choices
 
+    rows_of_keys = [_row_of(f"{group}{name}") for group, names in _MOST_CHANGED.items() for name in names]
     rows = [("groups", "")]
     rows += [(f"  {group}=", ", ".join(names)) for group, names in choices().items()]
-    rows += [("keys (--help-keys lists all)", ""), *map(_row_of, _MOST_CHANGED)]
+    rows += [("keys (--help-keys lists all)", ""), *rows_of_keys]
     return _in_columns(rows)
 
 

@@ -27,14 +27,14 @@ from hydra.errors import HydraException
 
 from pipetrain.cli.main import Arguments, present, refuse
 from pipetrain.cli.report_command import reported
-from pipetrain.config.load import Source, UserFolder, conf_dir, load_config
-from pipetrain.config.problem import ConfigError
-from pipetrain.config.read_files import read_object
+from pipetrain.config.load import Source, UserFolder, load_config
+from pipetrain.config.problem import ConfigError, first_line
+from pipetrain.config.read_files import read_object, shipped
 from pipetrain.config.records import RunConfig
 from pipetrain.config.schema import is_free
 from pipetrain.config.secrets import check_override
 from pipetrain.config.write_files import replace_file
-from pipetrain.launcher.outcome import Exit
+from pipetrain.launcher.outcome import Exit, handled
 from pipetrain.monitor.draw.table import Table
 from pipetrain.monitor.folder import SWEEP_JOBS, reserve_folder
 
@@ -102,7 +102,7 @@ def sweep(overrides: Sequence[str], check: Callable[[RunConfig], object]) -> tup
     before, sys.argv = sys.argv, ["pipetrain", *words]  # from which hydra.main reads its arguments
     try:
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
-            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=source.name)(run_job)()
+            hydra.main(version_base="1.3", config_path=str(shipped("conf")), config_name=source.name)(run_job)()
     finally:
         sys.argv = before
     GlobalHydra.instance().clear()
@@ -154,15 +154,11 @@ def _run(command: Sequence[str]) -> tuple[int, bool]:
         for process in started:
             process.send_signal(asked[-1])
 
-    before = {signum: signal.signal(signum, forward) for signum in _FORWARDED}
-    try:
+    with handled(forward, _FORWARDED):
         started.append(subprocess.Popen(command, stdout=sys.stderr.fileno()))
         for signum in asked:  # signals that arrived while it was started
             started[0].send_signal(signum)
         code = started[0].wait()
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
     return (code if code >= 0 else Exit.FAILED), bool(asked)
 
 
@@ -177,7 +173,7 @@ def expand(overrides: Sequence[str]) -> list[Job]:
             texts = one.sweep_string_iterator() if is_swept else [one.get_value_element_as_str()]
             values[key] = [f"{key}={text}" for text in texts]
     except HydraException as error:
-        raise ConfigError(f"{' '.join(overrides)}: {str(error).strip().splitlines()[0]}") from error
+        raise ConfigError(f"{' '.join(overrides)}: {first_line(error)}") from error
     return [Job(number, words) for number, words in enumerate(itertools.product(*values.values()))]
 
 
@@ -210,7 +206,7 @@ def _check_hydra(overrides: Sequence[str]) -> None:
                 f"{text}: of Hydra's own keys a sweep takes {_LAUNCHER}, hydra.launcher.NAME, {_SWEEP_DIR} and {_SWEEP_SUBDIR}"
             )
     try:
-        with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="pipetrain"):
+        with initialize_config_dir(str(shipped("conf")), version_base="1.3", job_name="pipetrain"):
             compose("config", overrides=list(overrides))
     except HydraException as error:
         reason = ", ".join(line.strip() for line in str(error).splitlines() if line.strip())

@@ -15,10 +15,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn, Self
 
 from pipetrain.config.terminal import printable, say
@@ -180,6 +180,20 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # SLURM sends USR1 be
 # A terminal's Ctrl-C goes to every process of the group, and torchrun forwards its own copy to the ranks: one request.
 ONE_REQUEST_SECONDS = 1.0
 
+
+@contextlib.contextmanager
+def handled(
+    handle: Callable[[int, FrameType | None], None], signals: Iterable[signal.Signals] = SIGNALS
+) -> Iterator[None]:
+    """`handle` gets these signals while the block runs."""
+    before = {signum: signal.signal(signum, handle) for signum in signals}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -226,9 +240,7 @@ class StopRequest:
             signal.signal(signum, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is not None:  # the launcher ends ranks that wait for this one, and this one has yet to say why
             return
         for signum, handler in self._before.items():

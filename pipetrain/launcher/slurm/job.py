@@ -8,18 +8,12 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipetrain.config.read_files import shipped
 from pipetrain.config.records import ClusterConfig
 from pipetrain.config.write_files import replace_file
 
-BODY = "slurm.sbatch"
 # What the job script decides itself, anew at each start.
 _OF_THE_JOB = ("run_dir", "resume", "cluster.rendezvous")
-
-
-def launch_dir() -> Path:
-    """`launch/`: inside the package when installed from a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parents[2]
-    return next(folder for folder in (package / "launch", package.parent / "launch") if folder.is_dir())
 
 
 def job_script(
@@ -36,10 +30,11 @@ def job_script(
     cpus_per_rank = cluster.cpus_per_rank or threads_per_rank
     directives = _directives(cluster, run_dir, ranks_per_node, ranks_per_node * cpus_per_rank, name)
     kept = [text for text in overrides if text.partition("=")[0] not in _OF_THE_JOB]
-    command = ["exec", "bash", str(launch_dir() / BODY), *kept]
+    launch = shipped("launch")
+    command = ["exec", "bash", str(launch / "slurm.sbatch"), *kept]
     settings = {
         "PYTHON": python,
-        "LAUNCH": str(launch_dir()),
+        "LAUNCH": str(launch),
         "RUN_DIR": str(run_dir),
         "RANKS_PER_NODE": str(ranks_per_node),
         "MAX_RESTARTS": str(cluster.max_restarts if cluster.requeue else -1),
