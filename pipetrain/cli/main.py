@@ -1,6 +1,6 @@
 """The `pipetrain` command: which subcommand runs, how its result is printed, the help on keys, and one line if it fails.
 
-Each subcommand is a file, which is loaded only when it is called. It loads torch only when it runs, so that the other commands start fast.
+Each subcommand is a file with `add_arguments` and `run`, which returns the exit code; it is loaded only when it is called. It loads torch only when it runs, so that the other commands start fast.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tempfile
 import textwrap
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 
 from pipetrain import __version__
@@ -36,14 +36,6 @@ STDOUT = "-"
 OWN_FILE = "pipetrain.yaml"  # of the current folder: a project's own configuration, which `pipetrain new` writes
 _MOST_TOLD = 300  # characters of an unforeseen error
 _OVERRIDES = "a key, as in steps=50 recompute.mode=inline (docs/KEYS.md lists all); or a group by name, as in data=text model=gpt2"
-
-
-@dataclass(frozen=True)
-class Command:
-    """A subcommand: its options, and the function that runs it and returns the exit code."""
-
-    add_arguments: Callable[[Parser], None]
-    run: Callable[[Arguments], int]
 
 
 def add_overrides(parser: Parser) -> None:
@@ -173,7 +165,7 @@ def _run(words: Sequence[str]) -> int:
         return _run_benchmarks(benchmarks, words[1:])
     if words[0] not in COMMANDS:
         return refuse(f"{words[0]}: there is no such command; there are {', '.join(COMMANDS)}")
-    command: Command = importlib.import_module(f"pipetrain.cli.{words[0]}_command").COMMAND
+    command = importlib.import_module(f"pipetrain.cli.{words[0]}_command")
     parser = Parser(prog=f"pipetrain {words[0]}", description=COMMANDS[words[0]], allow_abbrev=False)
     command.add_arguments(parser)
     parser.add_argument("--version", action="version", version=f"pipetrain {__version__}")
@@ -186,7 +178,8 @@ def _run(words: Sequence[str]) -> int:
         if (told := _told_instead(arguments)) is not None:
             print(told, end="")
             return Exit.DONE
-    return command.run(arguments)
+    code: int = command.run(arguments)
+    return code
 
 
 def _unforeseen(error: Exception) -> str:

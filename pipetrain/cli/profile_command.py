@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from pipetrain.cli.main import Arguments, Command, Parser, add_json, add_overrides, add_own, present, say
+from pipetrain.cli.main import Arguments, Parser, add_json, add_overrides, add_own, present, say
 from pipetrain.config.load import load_config
 from pipetrain.config.read_files import fitted
 from pipetrain.config.records import WEIGHTS_IN, RunConfig
@@ -29,7 +29,7 @@ ROUNDS = 9
 _LINK_SECONDS = 180.0  # that ranks may take to measure links: start, meet and end
 
 
-def _add_arguments(parser: Parser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_overrides(parser)
     add_own(parser)
     add_json(parser)
@@ -41,7 +41,7 @@ def _add_arguments(parser: Parser) -> None:
     )
 
 
-def _profile(arguments: Arguments) -> int:
+def run(arguments: Arguments) -> int:
     if arguments.rounds < 1:
         raise ValueError(f"--rounds={arguments.rounds}: allowed is 1 or more")
     config = load_config(arguments.overrides, say)
@@ -195,6 +195,3 @@ def _told_of_host(host: HostLink | None) -> list[str]:
     return [
         f"copies to host memory {down} GB/s, back {up} GB/s, both at once {both} GB/s each{messages} (recompute.offload)"
     ]
-
-
-COMMAND = Command(_add_arguments, _profile)

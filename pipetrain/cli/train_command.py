@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipetrain.cli.main import STDOUT, Arguments, Command, Parser, add_json, add_overrides, add_own, present, say
+from pipetrain.cli.main import STDOUT, Arguments, Parser, add_json, add_overrides, add_own, present, say
 from pipetrain.cli.plan_command import plan_of_config
 from pipetrain.cli.profile_command import ROUNDS, measure_profile
 from pipetrain.cli.report_command import reported
@@ -39,7 +39,7 @@ from pipetrain.trainer.prepare import Run, prepare_phases
 _SELF = ("plan", "plan.auto", "plan.profile", "run_dir")
 
 
-def _add_arguments(parser: Parser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_overrides(parser)
     add_own(parser)
     add_json(parser)
@@ -51,7 +51,7 @@ def _add_arguments(parser: Parser) -> None:
     )
 
 
-def _train(arguments: Arguments) -> int:
+def run(arguments: Arguments) -> int:
     if arguments.multirun:
         from pipetrain.cli.multirun import run_all
 
@@ -218,6 +218,3 @@ def _submit_job(config: RunConfig, arguments: Arguments, ranks_per_node: int) ->
     told = f"{how_to_go_on(job, run_dir)}\nrun folder: {run_dir}"
     present(arguments, lambda: told, lambda: {"job": job, "run_dir": str(run_dir)})
     return Exit.DONE
-
-
-COMMAND = Command(_add_arguments, _train)
