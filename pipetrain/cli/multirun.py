@@ -96,8 +96,10 @@ def sweep(overrides: Sequence[str], check: Callable[[RunConfig], object]) -> tup
     for file in (folder / SWEEP_JOBS).glob("*.json"):  # of a sweep that is run again
         file.unlink()
     chosen = [text for text in hydras if not text.startswith(f"{_SWEEP_DIR}=")]
+    # A key within `model.args` and its like is new to Hydra.
+    known = [_NEW_KEY + text if is_free(text.partition("=")[0]) else text for text in ours]
     # Hydra ends the process if a job's process dies, and a request to stop ends the sweep: the result of every job is read below.
-    words = ["--multirun", *map(_as_hydra_takes_it, ours), *chosen, f"{_SWEEP_DIR}={_quoted(str(folder))}"]
+    words = ["--multirun", *known, *chosen, f"{_SWEEP_DIR}={_quoted(str(folder))}"]
     UserFolder.folder = source.folder
     before, sys.argv = sys.argv, ["pipetrain", *words]  # from which hydra.main reads its arguments
     try:
@@ -107,8 +109,8 @@ def sweep(overrides: Sequence[str], check: Callable[[RunConfig], object]) -> tup
         sys.argv = before
     GlobalHydra.instance().clear()
     ended = [_file_of(folder, job) for job in jobs]
-    known = [read_object(file, "remove it") if file.is_file() else {} for file in ended]
-    return folder, [replace(job, run_dir=one.get("run_dir"), code=one.get("code")) for job, one in zip(jobs, known)]
+    results = [read_object(file, "remove it") if file.is_file() else {} for file in ended]
+    return folder, [replace(job, run_dir=one.get("run_dir"), code=one.get("code")) for job, one in zip(jobs, results)]
 
 
 def run_job(config: Any) -> int:
@@ -128,16 +130,8 @@ def run_job(config: Any) -> int:
     overrides = [text for text in job.overrides if not text.startswith("run_dir=")]
     folders = [str(one.path) for one in runtime.runtime.config_sources if one.provider == "user"]
     source = Source(folders[0] if folders else None, str(runtime.job.config_name))
-    command = [
-        sys.executable,
-        "-m",
-        "pipetrain.cli",
-        "train",
-        *source.words,
-        *overrides,
-        f"run_dir={_quoted(str(job.run_dir))}",
-    ]
-    code, asked = _run(command)
+    words = [*source.words, *overrides, f"run_dir={_quoted(str(job.run_dir))}"]
+    code, asked = _run([sys.executable, "-m", "pipetrain.cli", "train", *words])
     _write(folder, replace(job, code=code))
     if asked and runtime.launcher._target_.endswith(".BasicLauncher"):
         raise KeyboardInterrupt
@@ -217,11 +211,6 @@ def _check_hydra(overrides: Sequence[str]) -> None:
 
 def _is_hydras(override: str) -> bool:
     return override.lstrip("+~").startswith(("hydra.", "hydra/"))
-
-
-def _as_hydra_takes_it(override: str) -> str:
-    """A key within `model.args` and its like is new to Hydra."""
-    return _NEW_KEY + override if is_free(override.partition("=")[0]) else override
 
 
 def _quoted(text: str) -> str:

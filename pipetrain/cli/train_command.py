@@ -6,7 +6,6 @@ With plan=auto a run takes the first plan of `pipetrain plan`; its folder keeps 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -197,15 +196,7 @@ def _submit_job(config: RunConfig, arguments: Arguments, ranks_per_node: int) ->
     if not arguments.dry_run:
         check_commands()
     run_dir = (choose_folder if arguments.dry_run else reserve_folder)(config.run_dir, config.experiment).path
-    script = job_script(
-        config.cluster,
-        arguments.overrides,
-        run_dir=run_dir,
-        ranks_per_node=ranks_per_node,
-        threads_per_rank=config.threads_per_rank,
-        python=sys.executable,
-        name=config.experiment,
-    )
+    script = job_script(config, arguments.overrides, run_dir, ranks_per_node)
     if config.snapshot.every_steps is None and config.snapshot.every_minutes is None:
         say(
             "neither snapshot.every_steps nor snapshot.every_minutes is set: the job saves only when it is asked to stop, and a lost machine "
