@@ -157,12 +157,13 @@ def _run(words: Sequence[str]) -> int:
         print(f"pipetrain {__version__}")
         return Exit.DONE
     if not words or words[0] in ("-h", "--help"):
-        helps = COMMANDS if _find_benchmarks() is None else {**COMMANDS, _BENCH: _BENCH_HELP}
+        helps = COMMANDS if _benchmarks() is None else {**COMMANDS, _BENCH: _BENCH_HELP}
         lines = [f"  {name:<{max(map(len, helps))}}  {text}" for name, text in helps.items()]
         print("\n".join(["usage: pipetrain COMMAND ...", "", *lines, "", "pipetrain COMMAND --help says more."]))
         return Exit.DONE if words else Exit.WRONG_INPUT
-    if words[0] == _BENCH and (benchmarks := _find_benchmarks()) is not None:
-        return _run_benchmarks(benchmarks, words[1:])
+    if words[0] == _BENCH and (benchmarks := _benchmarks()) is not None:
+        ended: int = importlib.import_module(benchmarks).main(words[1:])
+        return ended
     if words[0] not in COMMANDS:
         return refuse(f"{words[0]}: there is no such command; there are {', '.join(COMMANDS)}")
     command = importlib.import_module(f"pipetrain.cli.{words[0]}_command")
@@ -228,21 +229,15 @@ def _told_instead(arguments: Arguments) -> str | None:
     return None
 
 
-def _find_benchmarks() -> Path | None:
-    """The folder of the benchmarks, where there is one."""
+def _benchmarks() -> str | None:
+    """The module of the benchmarks, which can be imported then; None: there is none."""
     folder = shipped("benchmarks")
-    return folder if (folder / "command.py").is_file() else None
-
-
-def _run_benchmarks(folder: Path, words: Sequence[str]) -> int:
-    """`pipetrain bench WORDS`; returns the exit code."""
-    if folder.parent.name == "pipetrain":
-        module = importlib.import_module("pipetrain.benchmarks.command")
-    else:
-        sys.path.insert(0, str(folder.parent))
-        module = importlib.import_module("benchmarks.command")
-    code: int = module.main(words)
-    return code
+    if not (folder / "command.py").is_file():
+        return None
+    if (folder.parent / "cli").is_dir():  # in our package, and not beside it
+        return "pipetrain.benchmarks.command"
+    sys.path.insert(0, str(folder.parent))
+    return "benchmarks.command"
 
 
 # The keys, for the terminal -------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def _marked(record: Any = RunConfig, above: tuple[Any, ...] = ()) -> dict[str, t
     for name, hint in typing.get_type_hints(record, include_extras=True).items():
         kind, marks = types_alone[name], (*above, *_marks(hint))
         found[name] = kind, marks
-        if dataclasses.is_dataclass(kind):
+        if _is_record(kind):
             found |= {f"{name}.{path}": entry for path, entry in _marked(kind, marks).items()}
     return found
 
@@ -62,7 +62,7 @@ def phase_keys(record: Any = RunConfig) -> tuple[str, ...]:
 
 def _leaves(record: Any) -> list[tuple[str, tuple[Any, ...]]]:
     """The keys without the groups, with their marks."""
-    return [(path, marks) for path, (kind, marks) in _marked(record).items() if not dataclasses.is_dataclass(kind)]
+    return [(path, marks) for path, (kind, marks) in _marked(record).items() if not _is_record(kind)]
 
 
 def with_value(record: _R, path: str, value: Any, called: str | None = None) -> _R:
@@ -98,6 +98,10 @@ def _marks(hint: Any) -> tuple[Any, ...]:
     if typing.get_origin(hint) in (Union, types.UnionType):
         return tuple(mark for option in typing.get_args(hint) for mark in _marks(option))
     return ()
+
+
+def _is_record(kind: Any) -> bool:
+    return dataclasses.is_dataclass(kind)
 
 
 def check_key(path: str, prefix: str = "") -> None:
@@ -137,7 +141,7 @@ def build(record: Callable[..., _T], values: Mapping[str, Any], prefix: str = ""
         path = f"{prefix}{name}"
         check_key(path)
         kind: Any = hints[name]
-        if dataclasses.is_dataclass(kind):
+        if _is_record(kind):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{path}={value}: this is a group with keys of its own ({', '.join(keys(kind))})")
             arguments[name] = build(kind, value, f"{path}.")
