@@ -28,7 +28,7 @@ from hydra.errors import HydraException
 from pipetrain.cli.main import Arguments, present, refuse
 from pipetrain.cli.report_command import reported
 from pipetrain.config.load import Source, UserFolder, load_config
-from pipetrain.config.problem import ConfigError, first_line
+from pipetrain.config.problem import ConfigError, opening_line
 from pipetrain.config.read_files import read_object, shipped
 from pipetrain.config.records import RunConfig
 from pipetrain.config.schema import is_free
@@ -167,7 +167,7 @@ def expand(overrides: Sequence[str]) -> list[Job]:
             texts = one.sweep_string_iterator() if is_swept else [one.get_value_element_as_str()]
             values[key] = [f"{key}={text}" for text in texts]
     except HydraException as error:
-        raise ConfigError(f"{' '.join(overrides)}: {first_line(error)}") from error
+        raise ConfigError(f"{' '.join(overrides)}: {opening_line(error)}") from error
     return [Job(number, words) for number, words in enumerate(itertools.product(*values.values()))]
 
 

@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from pipetrain.config.own_code import with_own_code
-from pipetrain.config.problem import ConfigError, choice_error, first_line, nearest
+from pipetrain.config.problem import ConfigError, choice_error, nearest, opening_line
 from pipetrain.config.read_files import read_yaml_text, shipped
 from pipetrain.config.records import RunConfig
 from pipetrain.config.renamed import current_overrides, current_values
@@ -101,7 +101,7 @@ def load_config(overrides: Sequence[str] = (), tell: Callable[[str], object] = s
     try:
         values = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{' '.join(overrides)}: {first_line(error)}") from error
+        raise ConfigError(f"{' '.join(overrides)}: {opening_line(error)}") from error
     return with_own_code(_from_values(values), typed, tell)
 
 
@@ -120,7 +120,7 @@ def composed_yaml(overrides: Sequence[str], what: str, *, resolve: bool) -> str:
         every = {"job": composed, "hydra": {"hydra": hydras}, "all": {"hydra": hydras, **composed}}
         return OmegaConf.to_yaml(every[what], resolve=resolve)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"--cfg={what}: {first_line(error)}") from error
+        raise ConfigError(f"--cfg={what}: {opening_line(error)}") from error
 
 
 def _applied(words: Sequence[str]) -> tuple[DictConfig, list[str]]:
@@ -145,7 +145,7 @@ def _applied(words: Sequence[str]) -> tuple[DictConfig, list[str]]:
         if len(lengths) == 1:  # what is typed replaces what an experiment says
             OmegaConf.update(composed, "epochs" if "steps" in lengths else "steps", None)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"{' '.join(words)}: {first_line(error)}") from error
+        raise ConfigError(f"{' '.join(words)}: {opening_line(error)}") from error
     return composed, [value.key_or_group for value in given]
 
 
@@ -162,7 +162,7 @@ def read(path: Path) -> RunConfig:
         # What looks like ${...} stays text: a file has no say in what of this machine is read.
         values = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
     except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {first_line(error)}") from error
+        raise ConfigError(f"{path}: {opening_line(error)}") from error
     return _from_values(values)
 
 
@@ -199,7 +199,7 @@ def _parse(text: str, groups: Mapping[str, Sequence[str]]) -> Override:
     except (OverrideParseException, HydraException) as error:
         key, _, value = text.partition("=")
         raise ConfigError(
-            f"{text}: cannot be read ({first_line(error)}); quote text with spaces or signs: {key}=\"'{value}'\""
+            f"{text}: cannot be read ({opening_line(error)}); quote text with spaces or signs: {key}=\"'{value}'\""
         ) from error
     if override.is_add() or override.is_delete():
         raise ConfigError(f"{text}: keys are neither added nor removed; write key=value, as in steps=50")

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union
 
-from pipetrain.config.problem import first_line
+from pipetrain.config.problem import opening_line
 
 # Of values inside values: Python's own limit is about 1,000, and so many would stop what reads them later.
 MOST_DEPTH = 64
@@ -40,7 +40,7 @@ class DamagedFile(ValueError):
     """A file that is not what it should be: the message gives its path, what is wrong with it, and what to do."""
 
     def __init__(self, path: Path, what: object, todo: str) -> None:
-        super().__init__(f"{path} cannot be read ({first_line(what)}); {todo}")
+        super().__init__(f"{path} cannot be read ({opening_line(what)}); {todo}")
 
 
 def check_regular(path: Path, todo: str) -> int:

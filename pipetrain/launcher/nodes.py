@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from pipetrain.config.problem import first_line
+from pipetrain.config.problem import opening_line
 from pipetrain.config.records import ClusterConfig, PipelineConfig
 from pipetrain.launcher.outcome import Exit, handled
 
@@ -84,7 +84,7 @@ class Nodes:
 
     def did_not_meet(self, reason: BaseException) -> str:
         """What to tell when torchrun could not bring the machines together."""
-        text = first_line(reason).rstrip(".")
+        text = opening_line(reason).rstrip(".")
         this = "this machine" if self.node_rank is None else f"machine {self.node_rank + 1}"
         return (
             f"{this} of {self.num_nodes} did not meet the others at cluster.rendezvous={self.rendezvous} "
