@@ -6,6 +6,7 @@ import pathlib
 
 ROOT = pathlib.Path(__file__).parent.parent / "pipetrain"
 EVERYWHERE = {"main"}  # what `python -m` runs
+OF_A_COMMAND = {"add_arguments", "run"}  # what `cli/main.py` calls in each cli/NAME_command.py
 
 
 def shared(places: list[tuple[str, str]]) -> dict[str, list[str]]:
@@ -17,10 +18,11 @@ def shared(places: list[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def public_names(path: pathlib.Path) -> list[str]:
-    """Classes and functions at the top of a file."""
+    """Classes and functions at the top of a file, but those that each command has."""
     definitions = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = ast.parse(path.read_text()).body
-    return [node.name for node in nodes if isinstance(node, definitions) and not node.name.startswith("_")]
+    found = [node.name for node in nodes if isinstance(node, definitions) and not node.name.startswith("_")]
+    return [name for name in found if not (name in OF_A_COMMAND and path.name.endswith("_command.py"))]
 
 
 FILES = {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.main import Arguments, Parser, present
+from pipetrain.cli.main import Arguments, Parser, present, writing
 from pipetrain.config.records import PYTHON, RunConfig
 from pipetrain.launcher.outcome import Exit
 from pipetrain.models.hf.hf_size import decoder_sizes
@@ -103,10 +103,8 @@ def present_foreign(arguments: Arguments, config: RunConfig, problem: PlanProble
     budget, length, tensor = config.plan.memory_budget_bytes, config.data.sequence_length, config.plan.tensor
     plan = best_foreign(arguments.peer, problem, budget, sequence_length=length, tensor=tensor)
     if arguments.csv is not None:
-        try:
+        with writing(f"--csv={arguments.csv}"):
             Path(arguments.csv).write_text(plan.csv)
-        except OSError as error:
-            raise ValueError(f"--csv={arguments.csv}: cannot be written ({error.strerror})") from error
     peer = PEERS[arguments.peer]
     present(arguments, lambda: _text(peer, plan, ours, config), lambda: _values(peer, plan, ours, config))
     return Exit.DONE

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.main import Arguments, Command, Parser, add_run, say, writing
+from pipetrain.cli.main import Arguments, Parser, add_run, say, writing
 from pipetrain.config.load import read
 from pipetrain.config.records import HUGGING_FACE, RunConfig
 from pipetrain.config.terminal import printable
@@ -16,7 +16,7 @@ from pipetrain.monitor.folder import RunFolder, find_folder
 from pipetrain.plan.plan import read_plan
 
 
-def _add_arguments(parser: Parser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_run(parser)
     parser.add_argument("--out", required=True, metavar="PATH", help="the folder or file to write; it must not exist")
     parser.add_argument(
@@ -27,7 +27,7 @@ def _add_arguments(parser: Parser) -> None:
     )
 
 
-def _export(arguments: Arguments) -> int:
+def run(arguments: Arguments) -> int:
     folder = find_folder(arguments.run)
     config = read(folder.config)
     if arguments.format == "safetensors":
@@ -74,6 +74,3 @@ def _tensors(folder: RunFolder, *, of_transformers: bool = True) -> Mapping[str,
     say(f"the run has not ended; exporting {snapshot}")
     weights = Snapshot(snapshot, checked=True).tensors(Part.WEIGHTS)
     return in_files(weights, folder.model) if of_transformers else weights
-
-
-COMMAND = Command(_add_arguments, _export)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from pipetrain.cli.main import Arguments, Command, Parser, add_run, say
+from pipetrain.cli.main import Arguments, Parser, add_run, say
 from pipetrain.comm.address import is_rank
 from pipetrain.config.load import read
 from pipetrain.config.records import HUGGING_FACE, PYTHON, WEIGHTS_IN, RunConfig
@@ -26,7 +26,7 @@ _PROMPT = "import "
 _LAST_WORDS_SECONDS = 5
 
 
-def _add_arguments(parser: Parser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_run(parser)
     parser.add_argument(
         "--prompt",
@@ -57,7 +57,7 @@ def _add_arguments(parser: Parser) -> None:
     parser.add_argument("--ranks", type=int, help="number of processes; 1: this one only (default: as in training)")
 
 
-def _generate(arguments: Arguments) -> int:
+def run(arguments: Arguments) -> int:
     folder = find_folder(arguments.run)
     config = _config(folder)
     if is_rank():
@@ -201,6 +201,3 @@ def _be_a_rank(config: RunConfig, folder: RunFolder, arguments: Arguments) -> No
         return Outcome(rank, Exit.DONE)
 
     leave_process(run_as_rank(work, PipelineError))
-
-
-COMMAND = Command(_add_arguments, _generate)

@@ -1,6 +1,6 @@
 """The `pipetrain` command: which subcommand runs, how its result is printed, the help on keys, and one line if it fails.
 
-Each subcommand is a file, which is loaded only when it is called. It loads torch only when it runs, so that the other commands start fast.
+Each subcommand is a file with `add_arguments` and `run`, which returns the exit code; it is loaded only when it is called. It loads torch only when it runs, so that the other commands start fast.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import tempfile
 import textwrap
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 
 from pipetrain import __version__
+from pipetrain.config.read_files import shipped
 from pipetrain.config.renamed import current_overrides
 from pipetrain.config.terminal import printable
 from pipetrain.config.terminal import say as say
@@ -35,14 +36,6 @@ STDOUT = "-"
 OWN_FILE = "pipetrain.yaml"  # of the current folder: a project's own configuration, which `pipetrain new` writes
 _MOST_TOLD = 300  # characters of an unforeseen error
 _OVERRIDES = "a key, as in steps=50 recompute.mode=inline (docs/KEYS.md lists all); or a group by name, as in data=text model=gpt2"
-
-
-@dataclass(frozen=True)
-class Command:
-    """A subcommand: its options, and the function that runs it and returns the exit code."""
-
-    add_arguments: Callable[[Parser], None]
-    run: Callable[[Arguments], int]
 
 
 def add_overrides(parser: Parser) -> None:
@@ -164,15 +157,16 @@ def _run(words: Sequence[str]) -> int:
         print(f"pipetrain {__version__}")
         return Exit.DONE
     if not words or words[0] in ("-h", "--help"):
-        helps = COMMANDS if _find_benchmarks() is None else {**COMMANDS, _BENCH: _BENCH_HELP}
+        helps = COMMANDS if _benchmarks() is None else {**COMMANDS, _BENCH: _BENCH_HELP}
         lines = [f"  {name:<{max(map(len, helps))}}  {text}" for name, text in helps.items()]
         print("\n".join(["usage: pipetrain COMMAND ...", "", *lines, "", "pipetrain COMMAND --help says more."]))
         return Exit.DONE if words else Exit.WRONG_INPUT
-    if words[0] == _BENCH and (benchmarks := _find_benchmarks()) is not None:
-        return _run_benchmarks(benchmarks, words[1:])
+    if words[0] == _BENCH and (benchmarks := _benchmarks()) is not None:
+        ended: int = importlib.import_module(benchmarks).main(words[1:])
+        return ended
     if words[0] not in COMMANDS:
         return refuse(f"{words[0]}: there is no such command; there are {', '.join(COMMANDS)}")
-    command: Command = importlib.import_module(f"pipetrain.cli.{words[0]}_command").COMMAND
+    command = importlib.import_module(f"pipetrain.cli.{words[0]}_command")
     parser = Parser(prog=f"pipetrain {words[0]}", description=COMMANDS[words[0]], allow_abbrev=False)
     command.add_arguments(parser)
     parser.add_argument("--version", action="version", version=f"pipetrain {__version__}")
@@ -185,7 +179,8 @@ def _run(words: Sequence[str]) -> int:
         if (told := _told_instead(arguments)) is not None:
             print(told, end="")
             return Exit.DONE
-    return command.run(arguments)
+    code: int = command.run(arguments)
+    return code
 
 
 def _unforeseen(error: Exception) -> str:
@@ -234,49 +229,29 @@ def _told_instead(arguments: Arguments) -> str | None:
     return None
 
 
-def _find_benchmarks() -> Path | None:
-    """The folder of the benchmarks: inside the package when installed from a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    folders = (package / "benchmarks", package.parent / "benchmarks")
-    return next((folder for folder in folders if (folder / "command.py").is_file()), None)
-
-
-def _run_benchmarks(folder: Path, words: Sequence[str]) -> int:
-    """`pipetrain bench WORDS`; returns the exit code."""
-    if folder.parent.name == "pipetrain":
-        module = importlib.import_module("pipetrain.benchmarks.command")
-    else:
-        sys.path.insert(0, str(folder.parent))
-        module = importlib.import_module("benchmarks.command")
-    code: int = module.main(words)
-    return code
+def _benchmarks() -> str | None:
+    """The module of the benchmarks, which can be imported then; None: there is none."""
+    folder = shipped("benchmarks")
+    if not (folder / "command.py").is_file():
+        return None
+    if (folder.parent / "cli").is_dir():  # in our package, and not beside it
+        return "pipetrain.benchmarks.command"
+    sys.path.insert(0, str(folder.parent))
+    return "benchmarks.command"
 
 
 # The keys, for the terminal -------------------------------------------------------------------------------------------
 
-_MOST_CHANGED = [
-    "steps",
-    "epochs",
-    "seed",
-    "precision",
-    "run_dir",
-    "resume",
-    "model.target",
-    "model.path",
-    "data.path",
-    "data.target",
-    "data.global_batch_size",
-    "data.sequence_length",
-    "pipeline.num_stages",
-    "pipeline.num_microbatches",
-    "pipeline.schedule",
-    "pipeline.balance",
-    "recompute.mode",
-    "recompute.sets",
-    "parallel.num_replicas",
-    "optim.learning_rate",
-    "snapshot.every_steps",
-]
+_MOST_CHANGED = {
+    "": ("steps", "epochs", "seed", "precision", "run_dir", "resume"),
+    "model.": ("target", "path"),
+    "data.": ("path", "target", "global_batch_size", "sequence_length"),
+    "pipeline.": ("num_stages", "num_microbatches", "schedule", "balance"),
+    "recompute.": ("mode", "sets"),
+    "parallel.": ("num_replicas",),
+    "optim.": ("learning_rate",),
+    "snapshot.": ("every_steps",),
+}  # keys, by the start of their names
 _WIDTH = 116  # of a line
 
 
@@ -299,9 +274,10 @@ def few_keys() -> str:
     """The groups with their choices, and the keys that people change most."""
     from pipetrain.config.load import choices
 
+    rows_of_keys = [_row_of(f"{group}{name}") for group, names in _MOST_CHANGED.items() for name in names]
     rows = [("groups", "")]
     rows += [(f"  {group}=", ", ".join(names)) for group, names in choices().items()]
-    rows += [("keys (--help-keys lists all)", ""), *map(_row_of, _MOST_CHANGED)]
+    rows += [("keys (--help-keys lists all)", ""), *rows_of_keys]
     return _in_columns(rows)
 
 

@@ -27,14 +27,14 @@ from hydra.errors import HydraException
 
 from pipetrain.cli.main import Arguments, present, refuse
 from pipetrain.cli.report_command import reported
-from pipetrain.config.load import Source, UserFolder, conf_dir, load_config
-from pipetrain.config.problem import ConfigError
-from pipetrain.config.read_files import read_object
+from pipetrain.config.load import Source, UserFolder, load_config
+from pipetrain.config.problem import ConfigError, opening_line
+from pipetrain.config.read_files import read_object, shipped
 from pipetrain.config.records import RunConfig
 from pipetrain.config.schema import is_free
 from pipetrain.config.secrets import check_override
 from pipetrain.config.write_files import replace_file
-from pipetrain.launcher.outcome import Exit
+from pipetrain.launcher.outcome import Exit, handled
 from pipetrain.monitor.draw.table import Table
 from pipetrain.monitor.folder import SWEEP_JOBS, reserve_folder
 
@@ -96,19 +96,21 @@ def sweep(overrides: Sequence[str], check: Callable[[RunConfig], object]) -> tup
     for file in (folder / SWEEP_JOBS).glob("*.json"):  # of a sweep that is run again
         file.unlink()
     chosen = [text for text in hydras if not text.startswith(f"{_SWEEP_DIR}=")]
+    # A key within `model.args` and its like is new to Hydra.
+    known = [_NEW_KEY + text if is_free(text.partition("=")[0]) else text for text in ours]
     # Hydra ends the process if a job's process dies, and a request to stop ends the sweep: the result of every job is read below.
-    words = ["--multirun", *map(_as_hydra_takes_it, ours), *chosen, f"{_SWEEP_DIR}={_quoted(str(folder))}"]
+    words = ["--multirun", *known, *chosen, f"{_SWEEP_DIR}={_quoted(str(folder))}"]
     UserFolder.folder = source.folder
     before, sys.argv = sys.argv, ["pipetrain", *words]  # from which hydra.main reads its arguments
     try:
         with contextlib.suppress(SystemExit, KeyboardInterrupt):
-            hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=source.name)(run_job)()
+            hydra.main(version_base="1.3", config_path=str(shipped("conf")), config_name=source.name)(run_job)()
     finally:
         sys.argv = before
     GlobalHydra.instance().clear()
     ended = [_file_of(folder, job) for job in jobs]
-    known = [read_object(file, "remove it") if file.is_file() else {} for file in ended]
-    return folder, [replace(job, run_dir=one.get("run_dir"), code=one.get("code")) for job, one in zip(jobs, known)]
+    results = [read_object(file, "remove it") if file.is_file() else {} for file in ended]
+    return folder, [replace(job, run_dir=one.get("run_dir"), code=one.get("code")) for job, one in zip(jobs, results)]
 
 
 def run_job(config: Any) -> int:
@@ -128,16 +130,8 @@ def run_job(config: Any) -> int:
     overrides = [text for text in job.overrides if not text.startswith("run_dir=")]
     folders = [str(one.path) for one in runtime.runtime.config_sources if one.provider == "user"]
     source = Source(folders[0] if folders else None, str(runtime.job.config_name))
-    command = [
-        sys.executable,
-        "-m",
-        "pipetrain.cli",
-        "train",
-        *source.words,
-        *overrides,
-        f"run_dir={_quoted(str(job.run_dir))}",
-    ]
-    code, asked = _run(command)
+    words = [*source.words, *overrides, f"run_dir={_quoted(str(job.run_dir))}"]
+    code, asked = _run([sys.executable, "-m", "pipetrain.cli", "train", *words])
     _write(folder, replace(job, code=code))
     if asked and runtime.launcher._target_.endswith(".BasicLauncher"):
         raise KeyboardInterrupt
@@ -154,15 +148,11 @@ def _run(command: Sequence[str]) -> tuple[int, bool]:
         for process in started:
             process.send_signal(asked[-1])
 
-    before = {signum: signal.signal(signum, forward) for signum in _FORWARDED}
-    try:
+    with handled(forward, _FORWARDED):
         started.append(subprocess.Popen(command, stdout=sys.stderr.fileno()))
         for signum in asked:  # signals that arrived while it was started
             started[0].send_signal(signum)
         code = started[0].wait()
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
     return (code if code >= 0 else Exit.FAILED), bool(asked)
 
 
@@ -177,7 +167,7 @@ def expand(overrides: Sequence[str]) -> list[Job]:
             texts = one.sweep_string_iterator() if is_swept else [one.get_value_element_as_str()]
             values[key] = [f"{key}={text}" for text in texts]
     except HydraException as error:
-        raise ConfigError(f"{' '.join(overrides)}: {str(error).strip().splitlines()[0]}") from error
+        raise ConfigError(f"{' '.join(overrides)}: {opening_line(error)}") from error
     return [Job(number, words) for number, words in enumerate(itertools.product(*values.values()))]
 
 
@@ -210,7 +200,7 @@ def _check_hydra(overrides: Sequence[str]) -> None:
                 f"{text}: of Hydra's own keys a sweep takes {_LAUNCHER}, hydra.launcher.NAME, {_SWEEP_DIR} and {_SWEEP_SUBDIR}"
             )
     try:
-        with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="pipetrain"):
+        with initialize_config_dir(str(shipped("conf")), version_base="1.3", job_name="pipetrain"):
             compose("config", overrides=list(overrides))
     except HydraException as error:
         reason = ", ".join(line.strip() for line in str(error).splitlines() if line.strip())
@@ -221,11 +211,6 @@ def _check_hydra(overrides: Sequence[str]) -> None:
 
 def _is_hydras(override: str) -> bool:
     return override.lstrip("+~").startswith(("hydra.", "hydra/"))
-
-
-def _as_hydra_takes_it(override: str) -> str:
-    """A key within `model.args` and its like is new to Hydra."""
-    return _NEW_KEY + override if is_free(override.partition("=")[0]) else override
 
 
 def _quoted(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipetrain.cli.main import OWN_FILE, Arguments, Command, Parser
+from pipetrain.cli.main import OWN_FILE, Arguments, Parser
 from pipetrain.launcher.outcome import Exit
 
 _MODEL = """\
@@ -71,11 +71,11 @@ def test_the_pipeline_equals_one_process():
 """
 
 
-def _add_arguments(parser: Parser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.add_argument("folder", metavar="DIR", help="the folder to write; it must not exist")
 
 
-def _new(arguments: Arguments) -> int:
+def run(arguments: Arguments) -> int:
     folder = Path(arguments.folder)
     texts = {
         "model.py": _MODEL,
@@ -95,6 +95,3 @@ def _new(arguments: Arguments) -> int:
         raise ValueError(f"{folder}: cannot be written ({error.strerror})") from error
     print(f"cd {folder} && pipetrain train")
     return Exit.DONE
-
-
-COMMAND = Command(_add_arguments, _new)

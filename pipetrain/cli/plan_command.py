@@ -18,7 +18,7 @@ from pipetrain.cli.elsewhere import (
     present_foreign,
     told_of_estimate,
 )
-from pipetrain.cli.main import Arguments, Command, Parser, add_json, add_overrides, add_own, present, say
+from pipetrain.cli.main import Arguments, Parser, add_json, add_overrides, add_own, present, say
 from pipetrain.config.load import load_config
 from pipetrain.config.records import NATIVE, RunConfig
 from pipetrain.config.together import check_run, check_samples
@@ -46,7 +46,7 @@ _OF_GROUPS = {
 }
 
 
-def _add_arguments(parser: Parser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_overrides(parser)
     add_own(parser)
     add_json(parser)
@@ -54,7 +54,7 @@ def _add_arguments(parser: Parser) -> None:
     add_foreign(parser)
 
 
-def _plan(arguments: Arguments) -> int:
+def run(arguments: Arguments) -> int:
     check_foreign(arguments)
     if arguments.out is not None and Path(arguments.out).suffix not in (".svg", ".png"):
         raise ValueError(f"--out={arguments.out}: ends in no format that is known; allowed are .svg, .png")
@@ -356,6 +356,3 @@ def _draw(planned: Planned, path: Path) -> None:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else {})
     except OSError as error:
         raise ValueError(f"--out={path}: cannot be written ({error.strerror})") from error
-
-
-COMMAND = Command(_add_arguments, _plan)

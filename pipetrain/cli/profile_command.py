@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pipetrain.cli.main import Arguments, Command, Parser, add_json, add_overrides, add_own, present, say
+from pipetrain.cli.main import Arguments, Parser, add_json, add_overrides, add_own, present, say
 from pipetrain.config.load import load_config
 from pipetrain.config.read_files import fitted
 from pipetrain.config.records import WEIGHTS_IN, RunConfig
@@ -29,7 +29,7 @@ ROUNDS = 9
 _LINK_SECONDS = 180.0  # that ranks may take to measure links: start, meet and end
 
 
-def _add_arguments(parser: Parser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_overrides(parser)
     add_own(parser)
     add_json(parser)
@@ -41,7 +41,7 @@ def _add_arguments(parser: Parser) -> None:
     )
 
 
-def _profile(arguments: Arguments) -> int:
+def run(arguments: Arguments) -> int:
     if arguments.rounds < 1:
         raise ValueError(f"--rounds={arguments.rounds}: allowed is 1 or more")
     config = load_config(arguments.overrides, say)
@@ -223,6 +223,3 @@ def _table(profile: Profile, advice: Sequence[Advice]) -> str:
         messages = f"; beside them a message takes {host.contention:.3g} times as long" if host.contention > 1 else ""
         told.append(f"copies to host memory {down}, back {up}, both at once {both} each{messages} (recompute.offload)")
     return "\n".join([Table(head, rows).as_text(), "", *told])
-
-
-COMMAND = Command(_add_arguments, _profile)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipetrain.cli.advice import advice_on
-from pipetrain.cli.main import Arguments, Command, Parser, add_json, ending_of, present, refuse, writing
+from pipetrain.cli.main import Arguments, Parser, add_json, ending_of, present, refuse, writing
 from pipetrain.config.load import read
 from pipetrain.config.phases import leaves
 from pipetrain.config.problem import shown
@@ -30,7 +30,7 @@ _FORMATS = (".svg", ".png", ".html")
 _NOT_COMPARED = ("run_dir", "resume", "experiment", "observe.", "snapshot.", "cost.")
 
 
-def _add_arguments(parser: Parser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "runs",
         nargs="*",
@@ -43,7 +43,7 @@ def _add_arguments(parser: Parser) -> None:
     add_json(parser)
 
 
-def _report(arguments: Arguments) -> int:
+def run(arguments: Arguments) -> int:
     folders = [folder for run in arguments.runs or ["latest"] for folder in find_folders(run)]
     if len(folders) > 1 or arguments.out is not None:
         return _compare(folders, arguments)
@@ -167,6 +167,3 @@ def _write_plot(runs: Sequence[_ComparedRun], path: Path) -> None:
 def _words(values: Mapping[str, Any]) -> str:
     lists = {key: f"[{','.join(map(str, value))}]" for key, value in values.items() if isinstance(value, (list, tuple))}
     return " ".join(f"{key}={lists.get(key) or shown(value)}" for key, value in values.items())
-
-
-COMMAND = Command(_add_arguments, _report)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipetrain.cli.main import Arguments, Command, Parser, add_json, add_overrides, ending_of, present, writing
+from pipetrain.cli.main import Arguments, Parser, add_json, add_overrides, ending_of, present, writing
 from pipetrain.config.load import load_config
 from pipetrain.config.phases import phases_of
 from pipetrain.config.records import RunConfig
@@ -28,7 +28,7 @@ from pipetrain.schedule.policy import Mode
 from pipetrain.trainer.prepare import predict, predict_mesh
 
 
-def _add_arguments(parser: Parser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_overrides(parser)
     add_json(parser)
     parser.add_argument(
@@ -48,7 +48,7 @@ def _add_arguments(parser: Parser) -> None:
     parser.add_argument("--width", type=int, help="columns of the drawing (default: the terminal's)")
 
 
-def _show(arguments: Arguments) -> int:
+def run(arguments: Arguments) -> int:
     both = [arguments.overrides]
     if arguments.against is not None:
         both.append([*arguments.overrides, *shlex.split(arguments.against)])
@@ -150,5 +150,3 @@ _MOST_SETS = 8  # that a page lets its reader choose from
 _MOST_PASSES = 2**10  # stages x microbatches: eight times so many are simulated in less than a second
 _FORMATS_FOR_SEVERAL = (".svg", ".html")
 _FORMATS_WITH_MESH = (".html", ".json")
-
-COMMAND = Command(_add_arguments, _show)

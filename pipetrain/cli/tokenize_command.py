@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from pipetrain.cli.main import Arguments, Command, Parser, add_overrides, say
+from pipetrain.cli.main import Arguments, Parser, add_overrides, say
 from pipetrain.config.load import load_config
 from pipetrain.config.records import PYTHON, RunConfig
 from pipetrain.config.terminal import printable
@@ -16,7 +16,7 @@ from pipetrain.launcher.outcome import Exit
 _SECONDS_BETWEEN_LINES = 5.0
 
 
-def _add_arguments(parser: Parser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.add_argument("path", metavar="PATH", help="the corpus: data.path of the later run")
     add_overrides(parser)
     parser.add_argument(
@@ -31,7 +31,7 @@ def _add_arguments(parser: Parser) -> None:
     )
 
 
-def _tokenize(arguments: Arguments) -> int:
+def run(arguments: Arguments) -> int:
     path = Path(arguments.path)
     if not any(override.startswith("data=") for override in arguments.overrides):
         # The source that can read the corpus, by the names of its files.
@@ -115,6 +115,3 @@ def _progress(config: RunConfig) -> Callable[[float], None]:
             say(f"tokenizing: {share:.0%}")
 
     return tell
-
-
-COMMAND = Command(_add_arguments, _tokenize)

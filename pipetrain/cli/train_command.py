@@ -6,11 +6,10 @@ With plan=auto a run takes the first plan of `pipetrain plan`; its folder keeps 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipetrain.cli.main import STDOUT, Arguments, Command, Parser, add_json, add_overrides, add_own, present, say
+from pipetrain.cli.main import STDOUT, Arguments, Parser, add_json, add_overrides, add_own, present, say
 from pipetrain.cli.plan_command import plan_of_config
 from pipetrain.cli.profile_command import ROUNDS, measure_profile
 from pipetrain.cli.report_command import reported
@@ -39,7 +38,7 @@ from pipetrain.trainer.prepare import Run, prepare_phases
 _SELF = ("plan", "plan.auto", "plan.profile", "run_dir")
 
 
-def _add_arguments(parser: Parser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_overrides(parser)
     add_own(parser)
     add_json(parser)
@@ -51,7 +50,7 @@ def _add_arguments(parser: Parser) -> None:
     )
 
 
-def _train(arguments: Arguments) -> int:
+def run(arguments: Arguments) -> int:
     if arguments.multirun:
         from pipetrain.cli.multirun import run_all
 
@@ -197,15 +196,7 @@ def _submit_job(config: RunConfig, arguments: Arguments, ranks_per_node: int) ->
     if not arguments.dry_run:
         check_commands()
     run_dir = (choose_folder if arguments.dry_run else reserve_folder)(config.run_dir, config.experiment).path
-    script = job_script(
-        config.cluster,
-        arguments.overrides,
-        run_dir=run_dir,
-        ranks_per_node=ranks_per_node,
-        threads_per_rank=config.threads_per_rank,
-        python=sys.executable,
-        name=config.experiment,
-    )
+    script = job_script(config, arguments.overrides, run_dir, ranks_per_node)
     if config.snapshot.every_steps is None and config.snapshot.every_minutes is None:
         say(
             "neither snapshot.every_steps nor snapshot.every_minutes is set: the job saves only when it is asked to stop, and a lost machine "
@@ -218,6 +209,3 @@ def _submit_job(config: RunConfig, arguments: Arguments, ranks_per_node: int) ->
     told = f"{how_to_go_on(job, run_dir)}\nrun folder: {run_dir}"
     present(arguments, lambda: told, lambda: {"job": job, "run_dir": str(run_dir)})
     return Exit.DONE
-
-
-COMMAND = Command(_add_arguments, _train)

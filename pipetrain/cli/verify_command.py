@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from pipetrain.cli.main import Arguments, Command, Parser, add_json, present, say
+from pipetrain.cli.main import Arguments, Parser, add_json, present, say
 from pipetrain.launcher.outcome import Exit
 
 _LAYERS = (
@@ -13,7 +13,7 @@ _LAYERS = (
 )
 
 
-def _add_arguments(parser: Parser) -> None:
+def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "own",
         nargs="?",
@@ -31,7 +31,7 @@ def _add_arguments(parser: Parser) -> None:
     add_json(parser)
 
 
-def _verify(arguments: Arguments) -> int:
+def run(arguments: Arguments) -> int:
     if arguments.layers:
         raise ValueError(_LAYERS)
     if arguments.own is not None and arguments.faults:
@@ -57,6 +57,3 @@ def _verify(arguments: Arguments) -> int:
         present(arguments, lambda: parity_table(rows), lambda: [row.as_json() for row in rows])
         is_right = all(row.is_equal for row in rows)
     return Exit.DONE if is_right else Exit.DIFFERENT
-
-
-COMMAND = Command(_add_arguments, _verify)

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from pipetrain.cli.advice import advice_on
-from pipetrain.cli.main import Arguments, Command, Parser, add_run, say
+from pipetrain.cli.main import Arguments, Parser, add_run, say
 from pipetrain.launcher.outcome import Exit
 from pipetrain.monitor.draw.page import Section, charts_of, run_page
 from pipetrain.monitor.folder import RunFolder, find_folder
@@ -25,12 +25,12 @@ _SECONDS_TO_ASK = 10.0  # how long a connection may keep its request back
 _SCRIPTS = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 
 
-def _add_arguments(parser: Parser) -> None:
+def add_arguments(parser: Parser) -> None:
     add_run(parser)
     parser.add_argument("--port", type=int, default=0, metavar="N", help="port on 127.0.0.1 (default: any free one)")
 
 
-def _watch(arguments: Arguments) -> int:
+def run(arguments: Arguments) -> int:
     folder = find_folder(arguments.run)
     _page(folder)  # a folder that cannot be read ends the command here
     try:
@@ -112,6 +112,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Says nothing: the page asks every two seconds."""
-
-
-COMMAND = Command(_add_arguments, _watch)

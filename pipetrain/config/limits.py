@@ -62,6 +62,11 @@ def within(least: float, most: float) -> Limit:
     return Limit(lambda value: least <= value <= most, f": allowed is from {least} to {most}")
 
 
+def below_one(told: str) -> Limit:
+    """A number from 0 to less than 1."""
+    return Limit(lambda value: 0.0 <= value < 1.0, told)
+
+
 def each(least: float, most: float, what: str) -> Limit:
     """A number from `least` to `most`, or a list of such numbers."""
     told = f": allowed is {what} from {least} to {most}, or a list of such numbers"
@@ -94,6 +99,15 @@ class May(Enum):
 _T = TypeVar("_T")
 MayChange = Annotated[_T, May.RESUME]  # a key without it keeps its value, on which the results depend
 PerPhase = Annotated[_T, May.PHASE]  # a key without it has one value for the whole run
+
+
+MOST_STAGES = 4096  # of a schedule, and so of ranks
+_LARGEST = 2**63 - 1  # the largest integer that torch takes
+Count = Annotated[int, at_least(1, most=_LARGEST)]
+Stages = Annotated[int, at_least(1, most=MOST_STAGES)]
+Amount = Annotated[int, at_least(0, most=_LARGEST)]
+Size = Annotated[int, at_least(1, most=2**31 - 1)]
+Name = Annotated[str, matching(r"[\w.@,:+-]+", "a name without spaces")]
 
 
 def _is_finite(value: object) -> bool:

@@ -27,18 +27,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from pipetrain.config.own_code import with_own_code
-from pipetrain.config.problem import ConfigError, choice_error, nearest
-from pipetrain.config.read_files import read_yaml_text
+from pipetrain.config.problem import ConfigError, choice_error, nearest, opening_line
+from pipetrain.config.read_files import read_yaml_text, shipped
 from pipetrain.config.records import RunConfig
 from pipetrain.config.renamed import current_overrides, current_values
 from pipetrain.config.schema import build, check_key, is_free
 from pipetrain.config.secrets import check_override, check_values
-
-
-def conf_dir() -> Path:
-    """`conf/`: inside the package when installed from a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parent.parent
-    return next(folder for folder in (package / "conf", package.parent / "conf") if folder.is_dir())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +78,7 @@ class UserFolder(SearchPathPlugin):
 
 def choices(source: Source | None = None) -> dict[str, list[str]]:
     """The groups of `conf/` and of the user's folder, each with the names that may be chosen."""
-    folders = [conf_dir()] + ([Path(source.folder)] if source is not None and source.folder is not None else [])
+    folders = [shipped("conf")] + ([Path(source.folder)] if source is not None and source.folder is not None else [])
     found: dict[str, set[str]] = {}
     for group in sorted(group for folder in folders for group in folder.iterdir() if group.is_dir()):
         if names := {file.stem for file in group.glob("*.yaml")}:
@@ -107,7 +101,7 @@ def load_config(overrides: Sequence[str] = (), tell: Callable[[str], object] = s
     try:
         values = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{' '.join(overrides)}: {_first_line(error)}") from error
+        raise ConfigError(f"{' '.join(overrides)}: {opening_line(error)}") from error
     return with_own_code(_from_values(values), typed, tell)
 
 
@@ -126,12 +120,12 @@ def composed_yaml(overrides: Sequence[str], what: str, *, resolve: bool) -> str:
         every = {"job": composed, "hydra": {"hydra": hydras}, "all": {"hydra": hydras, **composed}}
         return OmegaConf.to_yaml(every[what], resolve=resolve)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"--cfg={what}: {_first_line(error)}") from error
+        raise ConfigError(f"--cfg={what}: {opening_line(error)}") from error
 
 
-def _applied(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
+def _applied(words: Sequence[str]) -> tuple[DictConfig, list[str]]:
     """What the files and the overrides make, and the keys that were typed."""
-    source, overrides = Source.of(overrides)
+    source, overrides = Source.of(words)
     for text in overrides:
         check_override(text)
     overrides = current_overrides(overrides, lambda line: warnings.warn(line, stacklevel=4))
@@ -151,8 +145,7 @@ def _applied(overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
         if len(lengths) == 1:  # what is typed replaces what an experiment says
             OmegaConf.update(composed, "epochs" if "steps" in lengths else "steps", None)
     except (HydraException, OmegaConfBaseException) as error:
-        typed = [*source.words, *overrides] if source != Source() else overrides
-        raise ConfigError(f"{' '.join(typed)}: {_first_line(error)}") from error
+        raise ConfigError(f"{' '.join(words)}: {opening_line(error)}") from error
     return composed, [value.key_or_group for value in given]
 
 
@@ -169,13 +162,13 @@ def read(path: Path) -> RunConfig:
         # What looks like ${...} stays text: a file has no say in what of this machine is read.
         values = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
     except (OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {_first_line(error)}") from error
+        raise ConfigError(f"{path}: {opening_line(error)}") from error
     return _from_values(values)
 
 
 def as_yaml(config: RunConfig) -> str:
     """The configuration as text that `read` reads back."""
-    return OmegaConf.to_yaml(OmegaConf.create(_plain(dataclasses.asdict(config))))
+    return OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
 
 
 @functools.cache
@@ -187,7 +180,7 @@ def _composed(source: Source, *chosen: str) -> DictConfig:
 
 def _hydra(source: Source) -> Any:
     UserFolder.folder = source.folder
-    return initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="pipetrain")
+    return initialize_config_dir(str(shipped("conf")), version_base="1.3", job_name="pipetrain")
 
 
 def _from_values(values: Any) -> RunConfig:
@@ -206,7 +199,7 @@ def _parse(text: str, groups: Mapping[str, Sequence[str]]) -> Override:
     except (OverrideParseException, HydraException) as error:
         key, _, value = text.partition("=")
         raise ConfigError(
-            f"{text}: cannot be read ({_first_line(error)}); quote text with spaces or signs: {key}=\"'{value}'\""
+            f"{text}: cannot be read ({opening_line(error)}); quote text with spaces or signs: {key}=\"'{value}'\""
         ) from error
     if override.is_add() or override.is_delete():
         raise ConfigError(f"{text}: keys are neither added nor removed; write key=value, as in steps=50")
@@ -221,16 +214,5 @@ def _parse(text: str, groups: Mapping[str, Sequence[str]]) -> Override:
     return override
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
-
-
-def _plain(value: Any) -> Any:
-    """Tuples as lists: YAML has no tuples."""
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
-
-
 Plugins.instance().register(UserFolder)
-ConfigStore.instance().store("records", _plain(dataclasses.asdict(RunConfig())))  # the first entry of conf/config.yaml
+ConfigStore.instance().store("records", dataclasses.asdict(RunConfig()))  # the first entry of conf/config.yaml

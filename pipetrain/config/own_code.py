@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -21,19 +21,10 @@ from pipetrain.config.records import PYTHON, RunConfig
 from pipetrain.config.target import current_folder_first, load_target
 
 # The keys that apply to the user's own code; all others of the group are of other models and data.
+_OF_BOTH = ("name", "target", "args", "file_sha256")
 _APPLY = {
-    "model": ("name", "target", "args", "loss", "loss_args", "count", "count_args", "file_sha256", "compile"),
-    "data": (
-        "name",
-        "target",
-        "args",
-        "heldout_target",
-        "heldout_args",
-        "collate",
-        "num_workers",
-        "file_sha256",
-        "global_batch_size",
-    ),
+    "model": (*_OF_BOTH, "loss", "loss_args", "count", "count_args", "compile"),
+    "data": (*_OF_BOTH, "heldout_target", "heldout_args", "collate", "num_workers", "global_batch_size"),
 }
 _MISSING = {
     "model": "the function that gives your layers; type model.target=my_package.models:make_layers",
@@ -41,7 +32,7 @@ _MISSING = {
 }
 
 
-def with_own_code(config: RunConfig, typed: Iterable[str], tell: Callable[[str], object]) -> RunConfig:
+def with_own_code(config: RunConfig, typed: Sequence[str], tell: Callable[[str], object]) -> RunConfig:
     """The configuration with the digest of the user's files, and without the keys of the experiment that do not apply to them.
 
     `typed`: keys that the user typed; `tell` gets a line about ignored ones.
@@ -49,7 +40,6 @@ def with_own_code(config: RunConfig, typed: Iterable[str], tell: Callable[[str],
     Raises:
         ConfigError: a typed key does not apply, or there is no target.
     """
-    typed = list(typed)
     groups = {name: _own(name, getattr(config, name), config.experiment, typed, tell) for name in _APPLY}
     return replace(config, **groups)
 

@@ -25,6 +25,11 @@ def choice_error(key: str, value: object, choices: Iterable[str]) -> ConfigError
     return ConfigError(f"{key}={value}: allowed are {', '.join(allowed)}{nearest(str(value), allowed)}")
 
 
+def opening_line(what: object) -> str:
+    """The first line of a text or an error; of an empty one, the name of its type."""
+    return (str(what).strip().splitlines() or [type(what).__name__])[0]
+
+
 def shown(value: object) -> str:
     """A value as it is written in a configuration."""
     if isinstance(value, tuple):

@@ -15,13 +15,14 @@ import stat
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union
 
-MOST_DEPTH = (
-    64  # of values inside values: Python's own limit is about 1,000, and so many would stop what reads them later
-)
+from pipetrain.config.problem import opening_line
+
+# Of values inside values: Python's own limit is about 1,000, and so many would stop what reads them later.
+MOST_DEPTH = 64
 MOST_BYTES = 2**28  # of a JSON file: the index of a model with 100,000 weights has 10 MB
 MOST_YAML_BYTES = 2**18  # YAML is read a hundred times as slowly
 _MOST_WHOLE = 2**63  # beyond it a number is no count of anything, and cannot be shown as a decimal
@@ -29,11 +30,17 @@ _MOST_WHOLE = 2**63  # beyond it a number is no count of anything, and cannot be
 _Record = TypeVar("_Record")
 
 
+def shipped(folder: str) -> Path:
+    """A folder of ours that is no module: inside the package when installed from a wheel, beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    return package / folder if (package / folder).is_dir() else package.parent / folder
+
+
 class DamagedFile(ValueError):
     """A file that is not what it should be: the message gives its path, what is wrong with it, and what to do."""
 
     def __init__(self, path: Path, what: object, todo: str) -> None:
-        super().__init__(f"{path} cannot be read ({_first_line(what)}); {todo}")
+        super().__init__(f"{path} cannot be read ({opening_line(what)}); {todo}")
 
 
 def check_regular(path: Path, todo: str) -> int:
@@ -72,10 +79,9 @@ def read_text(path: Path, todo: str, most_bytes: int = MOST_BYTES) -> str:
 
 def read_json(path: Path, todo: str) -> Any:
     """The value of a JSON file. Raises DamagedFile: it cannot be read, or is not JSON within the limits."""
+    data = read_bytes(path, todo)
     try:
-        return parse_json(read_bytes(path, todo))
-    except DamagedFile:
-        raise
+        return parse_json(data)
     except ValueError as error:
         raise DamagedFile(path, error, todo) from error
 
@@ -102,26 +108,17 @@ def parse_json(text: str | bytes) -> Any:
     """The value of JSON. Raises ValueError: it is none, or nested too deeply."""
     try:
         value = json.loads(text)
+        is_deep = _depth(value) > MOST_DEPTH
     except RecursionError:
-        raise ValueError(f"it is nested deeper than {MOST_DEPTH} values") from None
-    opening = ("[", "{") if isinstance(text, str) else (b"[", b"{")
-    if sum(map(text.count, opening)) > MOST_DEPTH:  # type: ignore[arg-type]
-        _check_depth(value)
+        is_deep = True
+    if is_deep:
+        raise ValueError(f"it is nested deeper than {MOST_DEPTH} values")
     return value
 
 
-def _check_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(MOST_DEPTH):
-        level = [inner for outer in level for inner in _inside(outer)]
-        if not level:
-            return
-    raise ValueError(f"it is nested deeper than {MOST_DEPTH} values")
-
-
-def _inside(value: Any) -> list[Any]:
-    held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [one for one in held if isinstance(one, (dict, list))]
+def _depth(value: Any) -> int:
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if held is None else 1 + max(map(_depth, held), default=0)
 
 
 def read_yaml_text(path: Path, todo: str) -> str:
@@ -201,13 +198,11 @@ def _record(kind: Any, value: Any, name: str) -> Any:
 
 
 def _one_of(kinds: Sequence[Any], value: Any, name: str) -> Any:
-    for number, kind in enumerate(kinds):
-        try:
+    *others, last = kinds
+    for kind in others:
+        with suppress(ValueError):
             return fitted(kind, value, name)
-        except ValueError:
-            if number == len(kinds) - 1:
-                raise
-    raise AssertionError("a union has a kind")
+    return fitted(last, value, name)
 
 
 def _is_plain(kind: type, value: Any) -> bool:
@@ -221,8 +216,3 @@ def _is_plain(kind: type, value: Any) -> bool:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def _first_line(what: object) -> str:
-    lines = str(what).strip().splitlines()
-    return lines[0] if lines else type(what).__name__

@@ -12,10 +12,17 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pipetrain.config.limits import (
+    MOST_STAGES,
+    Amount,
+    Count,
     Limit,
     MayChange,
+    Name,
     PerPhase,
+    Size,
+    Stages,
     at_least,
+    below_one,
     choice_of,
     each,
     is_date,
@@ -24,7 +31,6 @@ from pipetrain.config.limits import (
     only,
     within,
 )
-from pipetrain.config.plan_keys import PlanConfig
 from pipetrain.config.target import ENGINES, is_extension
 
 NATIVE, DEEPSPEED = "native", "deepspeed"
@@ -41,29 +47,15 @@ DEFAULT_STEPS = 200
 
 LAYOUTS = STREAM, PACKED, PADDED = ("stream", "packed", "padded")
 ANSWERS, LAST, ALL = ("answers", "last", "all")
-ITEM_TYPES = ("uint16", "uint32", "int32")
 
-_LARGEST = 2**63 - 1  # the largest integer that torch takes
-_MOST_STAGES = 4096  # of a schedule, and so of ranks
 _YEAR = 366 * 24 * 3600  # seconds
 
-
-Count = Annotated[int, at_least(1, most=_LARGEST)]
-Stages = Annotated[int, at_least(1, most=_MOST_STAGES)]
-Amount = Annotated[int, at_least(0, most=_LARGEST)]
-Size = Annotated[int, at_least(1, most=2**31 - 1)]
-Name = Annotated[str, matching(r"[\w.@,:+-]+", "a name without spaces")]
-
 _Positive = Annotated[float, more_than(0)]
-_Probability = Annotated[
-    float, Limit(lambda value: 0.0 <= value < 1.0, " is a probability: at least 0, below 1; 0 switches it off")
-]
+_Probability = Annotated[float, below_one(" is a probability: at least 0, below 1; 0 switches it off")]
 _Targets = Annotated[
     tuple[str, ...],
     Limit(lambda value: value and all(value), ": allowed is a list of names of linear layers, as in [q_proj,v_proj]"),
 ]
-
-
 _Arguments = Mapping[str, Any]
 
 
@@ -126,15 +118,9 @@ class ModelConfig:
 
 
 _HeldOut = Annotated[
-    float,
-    Limit(
-        lambda value: 0.0 <= value < 1.0,
-        " is a share of the bytes: at least 0 (nothing is held out), below 1; the default is 0.1",
-    ),
+    float, below_one(" is a share of the bytes: at least 0 (nothing is held out), below 1; the default is 0.1")
 ]
 _Date = Annotated[str, Limit(is_date, ": allowed is a date, as in 2026-01-31")]
-
-
 _AssistantOnly = Annotated[
     bool | str, Limit(lambda value: isinstance(value, bool) or value == LAST, f": allowed is true, false or {LAST}")
 ]
@@ -160,7 +146,9 @@ class DataConfig:
     # Tokens of a chat that count in the loss: the answers (true), the last answer (`last`) or every token (false).
     assistant_only_loss: _AssistantOnly = True
     template_date: _Date = "2026-01-01"  # the date that chat templates get which ask for today's
-    item_type: Annotated[str, choice_of(*ITEM_TYPES)] = "uint16"  # memmap: the type of a token id in a .bin file
+    item_type: Annotated[str, choice_of("uint16", "uint32", "int32")] = (
+        "uint16"  # memmap: the type of a token id in a .bin file
+    )
     truncate: bool = False  # whether a document longer than sequence_length is cut at its end (packed and padded)
     # What to do with a document that cannot be a sample.
     on_error: MayChange[Annotated[str, choice_of("stop", "skip")]] = "stop"
@@ -214,12 +202,10 @@ class PipelineConfig:
     warmup: int | tuple[int, ...] | None = None
 
 
+# `RecomputePolicy` has the same fields and checks their values (`check_schedule`).
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """What is recomputed, and when.
-
-    `RecomputePolicy` has the same fields and checks their values (`check_schedule`).
-    """
+    """What is recomputed, and when."""
 
     mode: str = "overlap"  # `never`, `inline`, `early` or `overlap`
     # Activation slots of a stage, for kept and recomputed sets: one number, or one per stage. None: one set, or with `segments` one part.
@@ -233,9 +219,8 @@ class RecomputeConfig:
     segments: int | str = 1
     # Whether sets may go to host memory between F and B: `none`, `auto` (each is kept, recomputed or offloaded) or `always`.
     offload: str = "none"
-    host_bytes: int | None = (
-        None  # Most host memory of a rank for these sets; None: a third of what is free, for all ranks of a machine.
-    )
+    # Most host memory of a rank for these sets; None: a third of what is free, for all ranks of a machine.
+    host_bytes: int | None = None
     # Outputs that stay from F to B and that R does not compute: `matmul`, `attention`, an operation as torch names it (`mm`), layers
     # (`2-5`, `3.mlp`: their products and attention), both (`2-5:attention`), or a list of these; None: R computes all.
     selective: str | tuple[str, ...] | None = None
@@ -249,14 +234,12 @@ class RecomputeConfig:
 _MORE_STAGES = "use more stages (pipeline.num_stages)"
 _NotSharded = Annotated[bool, only(False, f"parameters are not sharded; {_MORE_STAGES} to save memory")]
 _NotSplit = Annotated[int, only(1, f"layers are not split; {_MORE_STAGES} for more ranks")]
-
-
 _Replicas = Annotated[
     int | str,
     Limit(
         lambda value: value == AUTO_REPLICAS or (isinstance(value, int) and value >= 1),
         f": allowed is 1 or more, or {AUTO_REPLICAS} (as many as the ranks allow)",
-        most=_MOST_STAGES,
+        most=MOST_STAGES,
     ),
 ]
 
@@ -288,6 +271,23 @@ class TransportConfig:
     # Library that sends them: `auto` (gloo on CPUs, NCCL on GPUs), `nccl`, or `pinned` (gloo through pinned host memory, for GPUs that
     # NCCL does not connect and for several ranks on one GPU).
     backend: Annotated[str, choice_of(*EDGES)] = "auto"
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Measurements from which a run is planned."""
+
+    # A finished run (its folder, `latest`, or its profile.json), or a file of `pipetrain profile`. A schedule or balance of `auto` is
+    # searched for these times, `show` draws with them, and `recompute.segments` cuts stages into parts by the bytes of layers.
+    profile: str | None = None
+    # Most bytes that each device may hold, for `pipetrain plan` and plan=auto; on a CPU bytes of tensors. None: no limit.
+    memory_budget_bytes: Count | None = None
+    # Machines that are not here, for `pipetrain plan` alone: 8xh100-80gb+nvlink, or 16x8xh100-80gb+nvlink+ib400 with Gbit/s per device
+    # between machines. Times and bytes are then estimates; no weights are read, and a device's memory is the default budget.
+    cluster: str | None = None
+    # Tensor ranks in each stage, for plan.cluster alone: nothing trains with them.
+    tensor: Annotated[int, at_least(1, most=1024)] = 1
+    auto: bool = False  # whether the run takes the first plan of `pipetrain plan`; plan=auto sets it
 
 
 _Engine = Annotated[

@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipetrain.comm.address import STORE_VARIABLE, check_a_port_is_free, is_rank
-from pipetrain.launcher.folder import own_folder
 from pipetrain.launcher.nodes import SIGNALS_OF_TORCHRUN, EndedEarly, Nodes, passing_signals_on, read_key
 from pipetrain.launcher.outcome import (
     FOLDER_VARIABLE,
@@ -28,6 +27,7 @@ from pipetrain.launcher.outcome import (
     Outcome,
     collect,
     leave_process,
+    own_folder,
     processes,
     run_dir_of,
 )

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from pipetrain.config.problem import opening_line
 from pipetrain.config.records import ClusterConfig, PipelineConfig
-from pipetrain.launcher.outcome import SIGNALS, Exit
+from pipetrain.launcher.outcome import Exit, handled
 
 # What torch may treat in its own way, by ending the ranks at once: torchrun would do so without the other machines, whose torchruns then wait
 # five minutes for it.
@@ -83,7 +84,7 @@ class Nodes:
 
     def did_not_meet(self, reason: BaseException) -> str:
         """What to tell when torchrun could not bring the machines together."""
-        text = (str(reason).strip().splitlines() or [type(reason).__name__])[0].rstrip(".")
+        text = opening_line(reason).rstrip(".")
         this = "this machine" if self.node_rank is None else f"machine {self.node_rank + 1}"
         return (
             f"{this} of {self.num_nodes} did not meet the others at cluster.rendezvous={self.rendezvous} "
@@ -168,9 +169,5 @@ def passing_signals_on(ranks: Callable[[], list[int]], num_ranks: int) -> Iterat
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signum)
 
-    before = {signum: signal.signal(signum, handle) for signum in SIGNALS}
-    try:
+    with handled(handle):
         yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import enum
 import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -13,19 +14,20 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import NoReturn, Self
 
 from pipetrain.config.terminal import printable, say
-from pipetrain.launcher.folder import hold
 
 FOLDER_VARIABLE = "PIPETRAIN_OUTCOME_DIR"  # set by the launcher for its ranks
 LAUNCHER_VARIABLE = "PIPETRAIN_LAUNCHER"  # its process id, likewise
+_PREFIX = "pipetrain-run-"
 _RUN_DIR = "run-dir"
 _MOST_TOLD = 200  # characters of what torch says
 # What torch, the interpreter and the loader of libraries say, of tensors, threads and code.
@@ -174,11 +176,71 @@ def collect(folder: Path) -> list[Outcome]:
     return [Outcome(**json.loads(file.read_text())) for file in files]
 
 
+# The launcher's folder among the temporary files: ranks meet there, and nobody else can open it ----------------------
+
+
+@contextlib.contextmanager
+def own_folder() -> Iterator[Path]:
+    """A new folder of mode 0700, which is removed at the end. A launcher that is killed leaves it, and the next one of the same user sweeps
+    it as soon as no rank is in it."""
+    _sweep()
+    folder, held = _make()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
+
+
+def hold(folder: Path) -> int:
+    """The descriptor that keeps the folder from being swept: as long as it is open, so for the life of a process that leaves it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
+def _make() -> tuple[Path, int]:
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        with contextlib.suppress(FileNotFoundError):  # swept before it was held
+            held = hold(folder)
+            if folder.exists():
+                return folder, held
+            os.close(held)
+
+
+def _sweep() -> None:
+    """Removes what nobody holds."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, a link, somebody else sweeps it, or a run is in it
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(descriptor).st_uid == os.getuid():
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
 # Stopping on request: the ranks agree between two steps, a second signal ends at once --------------------------------
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # SLURM sends USR1 before the time is up
 # A terminal's Ctrl-C goes to every process of the group, and torchrun forwards its own copy to the ranks: one request.
 ONE_REQUEST_SECONDS = 1.0
+
+
+@contextlib.contextmanager
+def handled(
+    handle: Callable[[int, FrameType | None], None], signals: Iterable[signal.Signals] = SIGNALS
+) -> Iterator[None]:
+    """`handle` gets these signals while the block runs."""
+    before = {signum: signal.signal(signum, handle) for signum in signals}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -226,9 +288,7 @@ class StopRequest:
             signal.signal(signum, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is not None:  # the launcher ends ranks that wait for this one, and this one has yet to say why
             return
         for signum, handler in self._before.items():

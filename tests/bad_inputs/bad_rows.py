@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from pipetrain import train as rank
 from pipetrain.cli.main import main
-from pipetrain.config.load import conf_dir
+from pipetrain.config.read_files import shipped
 from pipetrain.monitor.folder import RunFolder
 
 Prepare = Callable[[pathlib.Path], None]
@@ -88,7 +88,7 @@ def as_nobody() -> Iterator[None]:
         return
     os.setresuid(65534, 65534, 0)  # os.access asks for the real user
     try:
-        if not os.access(conf_dir(), os.R_OK | os.X_OK):
+        if not os.access(shipped("conf"), os.R_OK | os.X_OK):
             pytest.skip("without root's rights this checkout cannot be read")
         yield
     finally:

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import yaml
 
-from pipetrain.config.load import as_yaml, choices, conf_dir, load_config, read
+from pipetrain.config.load import as_yaml, choices, load_config, read
 from pipetrain.config.problem import ConfigError
+from pipetrain.config.read_files import shipped
 from pipetrain.config.records import RunConfig
 from pipetrain.config.schema import keys
 from pipetrain.config.together import check_run
 
+CONF = shipped("conf")
 GROUPS = "model data pipeline recompute plan parallel engine optim guard snapshot observe cluster transport"
 PROMISED = (
     "seed steps run_dir resume init_from timeout_seconds data.path data.global_batch_size data.sequence_length "
@@ -56,11 +58,11 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, obj
             yield prefix + name, value
 
 
-@pytest.mark.parametrize("file", sorted(conf_dir().rglob("*.yaml")), ids=lambda file: f"{file.parent.name}/{file.stem}")
+@pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_no_file_repeats_a_default(file: pathlib.Path) -> None:
     """They would be two places to change, and the second one would win in silence."""
     text = file.read_text()
-    whole = file.parent == conf_dir() or "@package _global_" in text
+    whole = file.parent == CONF or "@package _global_" in text
     values = yaml.safe_load(text) or {}
     written = {key: value for key, value in values.items() if key not in ("defaults", "hydra")}
     default = dict(flat(yaml.safe_load(as_yaml(RunConfig()))))
@@ -69,7 +71,7 @@ def test_no_file_repeats_a_default(file: pathlib.Path) -> None:
 
 
 def test_a_key_that_no_file_names_can_be_set_and_read() -> None:
-    assert "threads_per_rank" not in "".join(file.read_text() for file in conf_dir().rglob("*.yaml"))
+    assert "threads_per_rank" not in "".join(file.read_text() for file in CONF.rglob("*.yaml"))
     assert load_config(["threads_per_rank=3", "run_dir=runs/${threads_per_rank}"]).run_dir == "runs/3"
 
 

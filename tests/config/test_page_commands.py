@@ -50,7 +50,7 @@ def test_a_command_of_a_page_parses(command: str, tmp_path: Path, monkeypatch: p
     name, *words = shlex.split(command)
     assert name in COMMANDS
     parser = Parser(allow_abbrev=False)
-    importlib.import_module(f"pipetrain.cli.{name}_command").COMMAND.add_arguments(parser)
+    importlib.import_module(f"pipetrain.cli.{name}_command").add_arguments(parser)
     arguments = parser.parse_intermixed_args(words)
     monkeypatch.chdir(tmp_path)  # with the modules that pages speak of
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -14,8 +14,8 @@ from resumed import metrics_of, num_steps_of
 from small_text import make_text
 from strangers import another_user, disturb, forge, num_descriptors, ports_of, run_of
 
-from pipetrain.launcher.folder import hold, own_folder
 from pipetrain.launcher.nodes import read_key
+from pipetrain.launcher.outcome import hold, own_folder
 
 RUN = [*PIPETRAIN, "experiment=smoke"]
 NUM_CONNECTIONS = 10_000

@@ -47,7 +47,7 @@ MUTANTS = (
     ),
     Mutant(
         "a folder in which a rank still is goes",
-        "pipetrain/launcher/folder.py",
+        "pipetrain/launcher/outcome.py",
         "    fcntl.flock(descriptor, fcntl.LOCK_SH)\n",
         "",
         ("tests/launch/test_strangers.py", "-k", "nobody_holds"),

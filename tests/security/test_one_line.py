@@ -7,6 +7,7 @@ import errno
 import pathlib
 import re
 import shlex
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from commands import PIPETRAIN, complete
 from small_text import make_text
 
 from pipetrain.cli import report_command
-from pipetrain.cli.main import Command, main
+from pipetrain.cli.main import main
 from pipetrain.comm.failure import PipelineError
 from pipetrain.launcher.outcome import Outcome, out_of_memory, run_as_rank
 
@@ -24,18 +25,18 @@ def allocate(_: object) -> Outcome:
     raise AssertionError("so much memory is nowhere")
 
 
-def raising(error: Exception) -> Command:
+def raising(error: Exception) -> Callable[[object], int]:
     def fail(_: object) -> int:
         raise error
 
-    return Command(lambda parser: None, fail)
+    return fail
 
 
 def test_an_error_that_nobody_foresaw_is_a_line_and_a_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(report_command, "COMMAND", raising(LookupError("one\x1b[2J\ntwo")))
+    monkeypatch.setattr(report_command, "run", raising(LookupError("one\x1b[2J\ntwo")))
     assert main(["report"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     (kept,) = tmp_path.iterdir()
@@ -48,7 +49,7 @@ def test_a_traceback_that_cannot_be_kept_is_said_too(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
-    monkeypatch.setattr(report_command, "COMMAND", raising(LookupError("one")))
+    monkeypatch.setattr(report_command, "run", raising(LookupError("one")))
     assert main(["report"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "its traceback cannot be kept (No such file or directory)" in line
@@ -59,7 +60,7 @@ def test_a_command_without_memory(
     error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(report_command, "COMMAND", raising(error))
+    monkeypatch.setattr(report_command, "run", raising(error))
     assert main(["report"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("pipetrain: out of memory (")

@@ -52,7 +52,9 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 
 def test_benchmarks_have_their_own_options(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pipetrain").mkdir()
-    monkeypatch.setattr("pipetrain.cli.main.__file__", str(tmp_path / "pipetrain" / "cli" / "main.py"))
+    monkeypatch.setattr(
+        "pipetrain.config.read_files.__file__", str(tmp_path / "pipetrain" / "config" / "read_files.py")
+    )
     assert main(["bench"]) == 2  # there are none
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "__init__.py").write_text("")

@@ -5,41 +5,27 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipetrain.config.records import ClusterConfig
+from pipetrain.config.read_files import shipped
+from pipetrain.config.records import RunConfig
 from pipetrain.config.write_files import replace_file
 
-BODY = "slurm.sbatch"
 # What the job script decides itself, anew at each start.
 _OF_THE_JOB = ("run_dir", "resume", "cluster.rendezvous")
 
 
-def launch_dir() -> Path:
-    """`launch/`: inside the package when installed from a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parents[2]
-    return next(folder for folder in (package / "launch", package.parent / "launch") if folder.is_dir())
-
-
-def job_script(
-    cluster: ClusterConfig,
-    overrides: Sequence[str],
-    *,
-    run_dir: Path,
-    ranks_per_node: int,
-    threads_per_rank: int,
-    python: str,
-    name: str,
-) -> str:
+def job_script(config: RunConfig, overrides: Sequence[str], run_dir: Path, ranks_per_node: int) -> str:
     """The text that sbatch gets. The same run folder at each start, so that the run goes on in it."""
-    cpus_per_rank = cluster.cpus_per_rank or threads_per_rank
-    directives = _directives(cluster, run_dir, ranks_per_node, ranks_per_node * cpus_per_rank, name)
+    cluster = config.cluster
     kept = [text for text in overrides if text.partition("=")[0] not in _OF_THE_JOB]
-    command = ["exec", "bash", str(launch_dir() / BODY), *kept]
+    launch = shipped("launch")
+    command = ["exec", "bash", str(launch / "slurm.sbatch"), *kept]
     settings = {
-        "PYTHON": python,
-        "LAUNCH": str(launch_dir()),
+        "PYTHON": sys.executable,
+        "LAUNCH": str(launch),
         "RUN_DIR": str(run_dir),
         "RANKS_PER_NODE": str(ranks_per_node),
         "MAX_RESTARTS": str(cluster.max_restarts if cluster.requeue else -1),
@@ -48,7 +34,7 @@ def job_script(
     }
     lines = [
         "#!/usr/bin/env bash",
-        *(f"#SBATCH {directive}" for directive in directives),
+        *(f"#SBATCH {directive}" for directive in _directives(config, run_dir, ranks_per_node)),
         "# Written by `pipetrain train cluster=slurm`; what each setting does is said in the script that comes last.",
         *(f"export {key}={shlex.quote(value)}" for key, value in settings.items()),
         " ".join(map(shlex.quote, command)),
@@ -56,7 +42,8 @@ def job_script(
     return "\n".join(lines) + "\n"
 
 
-def _directives(cluster: ClusterConfig, run_dir: Path, ranks_per_node: int, cpus_per_node: int, name: str) -> list[str]:
+def _directives(config: RunConfig, run_dir: Path, ranks_per_node: int) -> list[str]:
+    cluster = config.cluster
     log = run_dir / "job-%j.log"
     asked = {
         "partition": cluster.partition,
@@ -65,10 +52,10 @@ def _directives(cluster: ClusterConfig, run_dir: Path, ranks_per_node: int, cpus
         "gres": f"gpu:{ranks_per_node}" if cluster.device == "gpu" else None,
     }
     return [
-        f"--job-name={name}",
+        f"--job-name={config.experiment}",
         f"--nodes={cluster.num_nodes}",
         "--ntasks-per-node=1",
-        f"--cpus-per-task={cpus_per_node}",
+        f"--cpus-per-task={ranks_per_node * (cluster.cpus_per_rank or config.threads_per_rank)}",
         *(f"--{key}={value}" for key, value in asked.items() if value is not None),
         f"--signal=B:USR1@{cluster.signal_seconds}",
         "--requeue" if cluster.requeue else "--no-requeue",

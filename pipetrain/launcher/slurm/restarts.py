@@ -102,9 +102,8 @@ def _run(command: Sequence[str]) -> str:
 
 
 def _read(run_dir: Path) -> Restarts | None:
-    path = run_dir / _FILE
     try:
-        return read_record(Restarts, path, "")
+        return read_record(Restarts, run_dir / _FILE, "")
     except ValueError:  # none yet, or lost with the machine that wrote it
         return None
 
