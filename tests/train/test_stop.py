@@ -45,7 +45,7 @@ def test_a_launcher_that_is_gone_is_a_request(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_importing_the_handlers_needs_no_torch() -> None:
-    program = "import sys, pipetrain.launcher.outcome, pipetrain.launcher.outcome, pipetrain.launcher.launch; sys.exit('torch' in sys.modules)"
+    program = "import sys, pipetrain.launcher.outcome, pipetrain.launcher.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
