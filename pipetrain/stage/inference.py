@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from pipetrain.stage.added_losses import AddedLosses
 from pipetrain.stage.microbatch import StageInput, StageOutput, without_local
-from pipetrain.stage.past import Past, prepare_cached, run_cached
+from pipetrain.stage.past import Past, run_cached
 from pipetrain.stage.segments import AnyStage, SegmentedStage
 from pipetrain.stage.stage import Stage
 
@@ -53,4 +53,5 @@ def prepare_stage(stage: AnyStage, past: Past) -> None:
     """While the input is still being received, let layers compute what depends only on the positions of the new tokens."""
     with torch.inference_mode():
         for layer in stage.layers:
-            prepare_cached(layer, past)
+            if (prepare := getattr(layer, "prepare_cached", None)) is not None:
+                prepare(past)

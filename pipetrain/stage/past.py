@@ -31,12 +31,6 @@ def goes_on(layer: nn.Module) -> bool:
     return hasattr(layer, "forward_cached") or isinstance(layer, _BY_POSITION)
 
 
-def prepare_cached(layer: Any, past: Past) -> None:
-    """Before the input arrives, let a layer compute tensors that depend only on the new positions, if it has the method."""
-    if hasattr(layer, "prepare_cached"):
-        layer.prepare_cached(past)
-
-
 def run_cached(layer: Any, value: Any, past: Past) -> Any:
     """The output for the new positions, of a layer for which `goes_on` returned True."""
     return layer.forward_cached(value, past) if hasattr(layer, "forward_cached") else layer(value)

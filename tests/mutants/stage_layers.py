@@ -139,8 +139,8 @@ MUTANTS = (
     Mutant(
         "what a class holds draws nothing",
         "pipetrain/stage/seeding.py",
-        '                if is_code or not (name.startswith("__") or _is_plain(value)):\n',
-        "                if is_code:\n",
+        'if name != "__init__" if isinstance(value, types.FunctionType) else not name.startswith("__"):',
+        'if name != "__init__" and isinstance(value, types.FunctionType):',
         ("tests/runtime/test_state.py", "-k", "who_may_draw"),
     ),
     Mutant(
