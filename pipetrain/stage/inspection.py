@@ -17,7 +17,7 @@ import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -314,19 +314,18 @@ def _twin_of(layer: Any, shared: Iterable[Tensor]) -> Any:
 
 def _own_copy(value: Any) -> Any:
     """`value` with copies of its tensors and other objects: a layer may change them in place."""
-    leaves, spec = pytree.tree_flatten(value)
     tensors: dict[int, Tensor] = {}
-    for number, leaf in enumerate(leaves):
+
+    def own(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             if id(leaf) not in tensors:
                 tensors[id(leaf)] = _alive(leaf)
-            leaves[number] = tensors[id(leaf)]
-        elif _is_object(leaf):
-            try:
-                leaves[number] = copy.deepcopy(leaf)
-            except Exception:
-                continue
-    return pytree.tree_unflatten(leaves, spec)
+            return tensors[id(leaf)]
+        with suppress(Exception):
+            return copy.deepcopy(leaf) if _is_object(leaf) else leaf
+        return leaf  # it cannot be copied
+
+    return pytree.tree_map(own, value)
 
 
 def _alive(tensor: Tensor) -> Tensor:

@@ -66,8 +66,11 @@ class LeafWatch:
 
         def after_layer(number: int, value: Any) -> None:
             roots = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            for node in accumulating_nodes(roots, walked):
-                if id(leaf_of(node)) not in allowed and self._is_somebodys(number, node, roots):
+            for node in nodes_below([get_gradient_edge(root).node for root in roots], walked):
+                # No variable may hold the leaf: `_is_somebodys` counts what refers to it.
+                if leaf_of(node) is None or id(leaf_of(node)) in allowed:
+                    continue
+                if self._is_somebodys(number, node, roots):
                     raise ValueError(self._complaint(number, leaf_of(node)))
             if on_layer is not None:
                 on_layer(number, value)
@@ -151,24 +154,20 @@ class LeafWatch:
 # The walk -------------------------------------------------------------------------------------------------------------
 
 
-def accumulating_nodes(roots: Iterable[Tensor], walked: set[Node]) -> Iterator[Node]:
-    """The AccumulateGrad nodes below `roots`, one per leaf. Nodes in `walked` are skipped; the others are added to it."""
-    todo = [get_gradient_edge(root).node for root in roots]
+def nodes_below(roots: Iterable[Node], walked: set[Node]) -> Iterator[Node]:
+    """`roots` and the nodes that their backward leads to. Nodes in `walked` are skipped; the others are added to it."""
+    todo = list(roots)
     while todo:
         node = todo.pop()
-        if node in walked:
-            continue
-        walked.add(node)
-        if type(node).__name__ == "AccumulateGrad":
+        if node not in walked:
+            walked.add(node)
             yield node
-        else:
             todo.extend(following for following, _ in node.next_functions if following is not None)
 
 
-def leaf_of(node: Node) -> Tensor:
-    """The leaf of an accumulating node."""
-    leaf: Tensor = node.variable  # type: ignore[attr-defined]
-    return leaf
+def leaf_of(node: Node) -> Any:
+    """The leaf whose gradient the node accumulates; None if it is no AccumulateGrad node."""
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None  # type: ignore[attr-defined]
 
 
 def is_sharded(user: Any) -> bool:
@@ -179,15 +178,13 @@ def is_sharded(user: Any) -> bool:
 
 
 def _references(node: Node) -> int:
-    return sys.getrefcount(node.variable)  # type: ignore[attr-defined]
+    return sys.getrefcount(leaf_of(node))
 
 
 @functools.cache
 def _references_of_nobody() -> int:
     """What `_references` counts for a leaf that nothing but a graph holds."""
-    root = torch.zeros((), requires_grad=True) * 1
-    (node,) = accumulating_nodes([root], set())
-    return _references(node)
+    return _references(get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 
 
 # Its name -------------------------------------------------------------------------------------------------------------
