@@ -14,6 +14,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,22 +36,17 @@ def no_names(_tensor: Tensor) -> str | None:
     return None
 
 
+@dataclass(frozen=True, eq=False)
 class LeafWatch:
     """Refuses foreign leaves in the graph of an F that runs within `over`. `anchor` is the leaf through which the stage's input enters the
     graph. F may also use parameters of the layers in `beside`."""
 
-    def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        loss_fn: Callable[..., Any] | None,
-        *,
-        first_layer: int,
-        anchor: Tensor,
-        name_of: NameOf = no_names,
-        beside: Sequence[nn.Module] = (),
-    ) -> None:
-        self._layers, self._beside, self._loss_fn, self._first_layer = layers, beside, loss_fn, first_layer
-        self._anchor, self._name_of = anchor, name_of
+    layers: Sequence[nn.Module]
+    loss_fn: Callable[..., Any] | None
+    first_layer: int
+    anchor: Tensor
+    name_of: NameOf
+    beside: Sequence[nn.Module]
 
     @contextmanager
     def over(self, on_layer: OnLayer | None) -> Iterator[OnLayer]:
@@ -59,8 +55,8 @@ class LeafWatch:
         That function raises ValueError, which names the layer, the leaf and what to do. So does the end of the block, if a tensor in an
         attribute (such as a loss for experts) has a graph that leads neither to an output nor to the loss: it would get no backward.
         """
-        known = (*self._layers, *self._beside)
-        allowed = {id(parameter) for layer in known for parameter in layer.parameters()} | {id(self._anchor)}
+        known = (*self.layers, *self.beside)
+        allowed = {id(parameter) for layer in known for parameter in layer.parameters()} | {id(self.anchor)}
         walked: set[Node] = set()
         before = {id(tensor): tensor for _, _, tensor in self._tensors_in_attributes()}
 
@@ -90,7 +86,7 @@ class LeafWatch:
 
     def _tensors_in_attributes(self) -> Iterator[tuple[int, str, Tensor]]:
         """Yields (layer, attribute, tensor): each tensor with a graph that an attribute of a layer holds, itself or in a list or dict."""
-        for number, layer in enumerate(self._layers, start=self._first_layer):
+        for number, layer in enumerate(self.layers, start=self.first_layer):
             for path, module in layer.named_modules():
                 for name, value in members_of(module, of_modules=False):
                     held = (
@@ -105,21 +101,21 @@ class LeafWatch:
         leaf for itself."""
         leaf = leaf_of(node)
         if is_sharded(self._user(number)):
-            return self._name_in_stage(leaf) is None and self._name_of(leaf) is not None
+            return self._name_in_stage(leaf) is None and self.name_of(leaf) is not None
         if any(tensor is leaf for tensor in returned):
-            known = self._name_in_stage(leaf) or self._name_of(leaf) or _path_to(leaf, self._user(number))
+            known = self._name_in_stage(leaf) or self.name_of(leaf) or _path_to(leaf, self._user(number))
             return bool(known)
         del leaf
         return _references(node) > _references_of_nobody()
 
     def _user(self, number: int) -> Any:
         """The layer with this global index, or loss_fn, whose index follows that of the last layer."""
-        place = number - self._first_layer
-        return self._loss_fn if place >= len(self._layers) else self._layers[place]
+        place = number - self.first_layer
+        return self.loss_fn if place >= len(self.layers) else self.layers[place]
 
     def _complaint(self, number: int, leaf: Tensor) -> str:
         user = self._user(number)
-        is_loss = user is self._loss_fn
+        is_loss = user is self.loss_fn
         who = "loss_fn" if is_loss else f"layer {number} ({type(user).__name__})"
         owned = self._name_in_stage(leaf)
         if owned is not None and isinstance(leaf, nn.Parameter):
@@ -127,7 +123,7 @@ class LeafWatch:
                 f"{who} makes the parameter {owned} in its forward, so no optimizer knows it: make it in __init__, or run the "
                 "layer once before the Pipeline is made"
             )
-        if owned is None and (name := self._name_of(leaf)):
+        if owned is None and (name := self.name_of(leaf)):
             instead = "give the layer a parameter of its own"
             if is_loss:
                 instead = "compute that term in a layer of its stage, and give it to pipetrain.add_loss there"
@@ -144,7 +140,7 @@ class LeafWatch:
         )
 
     def _name_in_stage(self, leaf: Tensor) -> str | None:
-        for number, layer in enumerate(self._layers, start=self._first_layer):
+        for number, layer in enumerate(self.layers, start=self.first_layer):
             for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
                 if tensor is leaf:
                     return f"{number}.{name}"

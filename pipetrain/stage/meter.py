@@ -54,11 +54,7 @@ class ActivationMeter:
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Do not count the storages of `tensors`, the parameters and buffers of the rank."""
-        found: set[int] = set()
-        for tensor in tensors:
-            for storage in storages_of(tensor):
-                found.add(storage._cdata)
-        self._weights = frozenset(found)
+        self._weights = frozenset(storage._cdata for tensor in tensors for storage in storages_of(tensor))
 
     def leave_out(self, storage: int) -> None:
         """Do not count this storage until `count_again`: a weight's cast stays allocated, whoever holds it."""

@@ -184,10 +184,7 @@ class Witness:
     def first_difference(self, slots: Sequence[Slot]) -> int | None:
         """The first layer for which R has filled the slots with other values than F saved; None: all values are the same."""
         for layer, (numbers, expected) in enumerate(self._layers):
-            tensors = list[Tensor]()
-            for number in numbers:
-                if (tensor := slots[number].tensor) is not None:
-                    tensors.append(tensor)
+            tensors = [tensor for number in numbers if (tensor := slots[number].tensor) is not None]
             if checksum(tensors) != expected:
                 return layer
         return None

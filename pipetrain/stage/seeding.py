@@ -131,17 +131,13 @@ def _is_of_torch(thing: Any) -> bool:
 @contextmanager
 def generators_restored(device: torch.device) -> Iterator[None]:
     """Restore the default generators of torch, Python and numpy after the block."""
-    cpu = torch.default_generator.get_state()
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     python = random.getstate()
     numpy_random = sys.modules.get(_NUMPY)
     numpy = None if numpy_random is None else numpy_random.get_state()
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
-        random.setstate(python)
-        if numpy_random is not None:
-            numpy_random.set_state(numpy)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy_random is not None:
+                numpy_random.set_state(numpy)

@@ -245,10 +245,6 @@ class LateBoundSet:
         self._aliases.clear()
         if self.proof is not None:
             self.proof.clear()
-        self.start_backward()
-
-    def start_backward(self) -> None:
-        """B begins: drop the outputs that F kept for R. R has ended, also on a GPU, so their memory may be reused."""
         if self.outputs is not None:
             self.outputs.drop()
 

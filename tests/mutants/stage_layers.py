@@ -83,8 +83,8 @@ MUTANTS = (
     Mutant(
         "large buffers are not watched",
         "pipetrain/stage/layer_state.py",
-        "            if version_of(buffer) != version:\n                self.relearn()",
-        "            if False:\n                self.relearn()",
+        "            if version_of(buffer) != version:\n                self.is_learning",
+        "            if False:\n                self.is_learning",
         ("tests/runtime/test_state.py", "-k", "only_what_changes"),
     ),
     Mutant(
