@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipetrain.stage.added_losses import AddedLosses, collecting
+from pipetrain.stage.added_losses import AddedLosses
 from pipetrain.stage.casts import has_compiled
 from pipetrain.stage.errors import LayerRefused, refuses_hooks
 from pipetrain.stage.leaves import is_sharded
@@ -169,7 +169,7 @@ class LayerInspection:
             return tensor
 
         try:
-            with _listening_to_functorch(), collecting():
+            with _listening_to_functorch(), AddedLosses():
                 self._run(Tensor.detach, read)
         except NeedsGradientInside:
             return _INSIDE
@@ -194,7 +194,7 @@ class LayerInspection:
         before = own_traces(self._twin) | self._late_buffers()
         again: list[Tensor] = []
         try:
-            with collecting(), _StoragesMade() as made:
+            with AddedLosses(), _StoragesMade() as made:
                 output = self._run(lambda tensor: again.append(tensor.detach()), _refuse)
             self.held_outside = made.bytes_left((output, again))
             del output

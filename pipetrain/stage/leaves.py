@@ -31,11 +31,6 @@ _DEEPEST = 6  # levels: an attribute, its attributes or entries, and so on
 _MOST_SEEN = 100_000  # objects; then the search ends, as it may in a list of all samples
 
 
-def no_names(_tensor: Tensor) -> str | None:
-    """Names no tensor; used if no rank has the whole model."""
-    return None
-
-
 @dataclass(frozen=True, eq=False)
 class LeafWatch:
     """Refuses foreign leaves in the graph of an F that runs within `over`. `anchor` is the leaf through which the stage's input enters the

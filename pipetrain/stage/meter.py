@@ -136,11 +136,6 @@ class ActivationMeter:
                 self.peak_bytes = max(self.peak_bytes, self.current_bytes)
                 self.peak_stage_bytes = max(self.peak_stage_bytes, self.stage_bytes)
 
-    def touch(self, num_bytes: int) -> None:
-        """Count `num_bytes` for a moment, so that only the peaks change."""
-        self.add(num_bytes)
-        self.add(-num_bytes)
-
     def start_step(self) -> None:
         self.peak_bytes, self.peak_stage_bytes = self.current_bytes, self.stage_bytes
 

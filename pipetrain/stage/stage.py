@@ -27,7 +27,7 @@ from pipetrain.stage.errors import (
 from pipetrain.stage.host_set import HostSet
 from pipetrain.stage.inspection import FirstLook
 from pipetrain.stage.layer_state import NOTHING_BEFORE, Before, LayerState
-from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
+from pipetrain.stage.leaves import LeafWatch, NameOf
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.microbatch import (
     Entry,
@@ -70,7 +70,7 @@ class Stage:
         device: torch.device,
         meter: ActivationMeter,
         loss_fn: LossFn | None = None,
-        name_of: NameOf = no_names,
+        name_of: NameOf = lambda _: None,  # if no rank has the whole model
         selective: Sequence[Wanted] = (),
         keep_layers: Collection[int] = (),
         part: int | None = None,

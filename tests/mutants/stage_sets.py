@@ -378,8 +378,8 @@ MUTANTS = (
     Mutant(
         "a layer may catch what torch.func says",
         "pipetrain/stage/inspection.py",
-        "            with _listening_to_functorch(), collecting():\n",
-        "            with collecting():\n",
+        "            with _listening_to_functorch(), AddedLosses():\n",
+        "            with AddedLosses():\n",
         ("tests/regressions/test_gradients_inside.py", "-k", "says_of_hooks"),
     ),
     Mutant(
