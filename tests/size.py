@@ -34,7 +34,7 @@ ROOMS = {
     "runtime": 4916,
     "schedule": 6100,
     "snapshot": 1497,
-    "stage": 4906,
+    "stage": 4783,
     "train.py": 324,
     "trainer": 1583,
     "verify": 1125,

@@ -23,7 +23,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from pipetrain.stage.errors import StateChanged
 from pipetrain.stage.seeding import draws_in_python, seeder
 from pipetrain.stage.tensor_copies import TensorCopies, fingerprint, is_small, storage_key, version_of
-from pipetrain.stage.traces import modules_of_the_user
+from pipetrain.stage.traces import is_of_the_user
 
 
 @dataclass
@@ -95,7 +95,8 @@ class LayerState:
             # Running statistics change without a new version. That is safe, because no backward reads them.
             norms = [module for module in modules if isinstance(module, _NormBase)]
             self.normal = {id(buffer) for module in norms for buffer in module._buffers.values()}
-            self.watched = [modules_of_the_user(layer) for layer in self._parts[:-1]]
+            named = [layer.named_modules() for layer in self._parts[:-1] if isinstance(layer, nn.Module)]
+            self.watched = [[pair for pair in one if is_of_the_user(type(pair[1]))] for one in named]
             self.seeders = [seeder(self._device, in_python=draws_in_python(part)) for part in self._parts]
 
     def before_forward(self, *, recomputed: bool) -> Before:

@@ -41,12 +41,6 @@ def own_traces(layer: Any) -> Look:
     return attributes_of(layer.named_modules() if isinstance(layer, nn.Module) else [("", layer)])
 
 
-def modules_of_the_user(layer: Any) -> list[tuple[str, nn.Module]]:
-    """The modules in a layer whose class `is_of_the_user`, with their names."""
-    modules = layer.named_modules() if isinstance(layer, nn.Module) else ()
-    return [(name, module) for name, module in modules if is_of_the_user(type(module))]
-
-
 def attributes_of(named: Iterable[tuple[str, Any]]) -> Look:
     """The same as `own_traces` for several objects, each given with its name."""
     found: Look = {}
