@@ -31,7 +31,7 @@ _DEEPEST = 6  # levels: an attribute, its attributes or entries, and so on
 _MOST_SEEN = 100_000  # objects; then the search ends, as it may in a list of all samples
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LeafWatch:
     """Refuses foreign leaves in the graph of an F that runs within `over`. `anchor` is the leaf through which the stage's input enters the
     graph. F may also use parameters of the layers in `beside`."""
