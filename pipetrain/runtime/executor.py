@@ -29,11 +29,10 @@ from pipetrain.runtime.host_copies import HostCopies
 from pipetrain.runtime.program import COMPUTING, Places, Program, ProgramEntry
 from pipetrain.schedule.grid import grid
 from pipetrain.schedule.op import Kind, Op
-from pipetrain.stage.inference import infer, prepare_stage
 from pipetrain.stage.microbatch import StageInput, StageOutput
 from pipetrain.stage.past import Past
 from pipetrain.stage.seeding import layer_seeds
-from pipetrain.stage.segments import AnyStage
+from pipetrain.stage.segments import AnyStage, infer, prepare_stage
 
 OnCall = Callable[[Op, Sequence[nn.Module]], None]
 """What a CALL runs: a function of the op and the layers of the op's stage."""

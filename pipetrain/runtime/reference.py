@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.runtime.cut import counts_of, cut, num_rows, weights_of
-from pipetrain.stage.added_losses import collecting
+from pipetrain.stage.added_losses import AddedLosses
 from pipetrain.stage.seeding import generators_restored, mix, seed_generators
 
 
@@ -53,13 +53,13 @@ def reference_step(
         for index, (value, label, weight) in enumerate(zip(microbatches, labels, weights)):
             if weight == 0:
                 continue
-            with collecting() as added:
+            with AddedLosses() as added:
                 for number, layer in enumerate(layers):
                     seed_generators(mix(seed, step, index, number), device)
                     value = layer(value)
                 seed_generators(mix(seed, step, index, len(layers)), device)
                 loss = loss_fn(value, label)
-            loss = (loss + sum(added[1:], added[0]) if added else loss) * weight
+            loss = (added.added_to(loss) if added.of_layer else loss) * weight
             torch.autograd.backward(loss)
             total = loss.detach() if total is None else total + loss.detach()
     assert total is not None  # weights_of refuses a batch in which nothing counts

@@ -8,8 +8,6 @@ last      loss_fn(...) + (a0 + a1)     times the weight of the microbatch
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any, NamedTuple
@@ -108,10 +106,3 @@ class AddedLosses:
     def _sum(self) -> Tensor:
         first, *others = self.losses
         return sum(others, first)
-
-
-@contextmanager
-def collecting() -> Iterator[list[Tensor]]:
-    """Yields the list of the losses that are given to `add_loss` in the block."""
-    with AddedLosses() as added:
-        yield added.of_layer

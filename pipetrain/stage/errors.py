@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
+from pipetrain.stage.leaves import nodes_below
+
 if TYPE_CHECKING:
     from pipetrain.stage.slots import LateBoundSet
 
@@ -91,12 +93,7 @@ def saved_changed(where: str, shape: torch.Size, when: str, by: str = "") -> Sav
 
 def changed_node(roots: Iterable[GradientEdge]) -> Node | None:
     """The first node below `roots` with a saved tensor that was changed in place, in a graph that has no hooks and is not freed yet."""
-    todo, walked = [root.node for root in roots], set[Node]()
-    while todo:
-        node = todo.pop()
-        if node in walked:
-            continue
-        walked.add(node)
+    for node in nodes_below([root.node for root in roots], set()):
         for name in dir(node):
             if name.startswith("_saved_") or name == "saved_tensors":
                 try:
@@ -104,7 +101,6 @@ def changed_node(roots: Iterable[GradientEdge]) -> Node | None:
                 except RuntimeError as error:  # with any other text, the backward has already freed the node
                     if _CHANGED_IN_PLACE in str(error):
                         return node
-        todo.extend(following for following, _ in node.next_functions if following is not None)
     return None
 
 

@@ -16,6 +16,7 @@ is a slice.
 from __future__ import annotations
 
 from collections.abc import Callable, Set
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -73,9 +74,7 @@ class HostSet:
             views.setdefault(key, []).append(view)
         self._views = [of_storage for key, of_storage in views.items() if key not in staying]
         self._sizes = [of_storage[0].tensor.untyped_storage().nbytes() for of_storage in self._views]
-        self._starts = [0]
-        for size in self._sizes:
-            self._starts.append(self._starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+        self._starts = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in self._sizes), initial=0))
 
     @property
     def num_bytes(self) -> int:

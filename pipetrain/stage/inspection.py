@@ -17,7 +17,8 @@ import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -28,13 +29,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipetrain.stage.added_losses import AddedLosses, collecting
+from pipetrain.stage.added_losses import AddedLosses
 from pipetrain.stage.casts import has_compiled
 from pipetrain.stage.errors import LayerRefused, refuses_hooks
 from pipetrain.stage.leaves import is_sharded
 from pipetrain.stage.microbatch import StageLocal, through_gate
 from pipetrain.stage.proof import checksum, describe_difference, differ
-from pipetrain.stage.slots import LateBoundSet
+from pipetrain.stage.slots import LateBoundSet, NeedsGradientInside
 from pipetrain.stage.split_backward import Deferral
 from pipetrain.stage.split_linear import split_layer
 from pipetrain.stage.tensor_copies import copy_of, is_dense, storage_key
@@ -48,23 +49,18 @@ _INSIDE = "takes a gradient inside its forward"
 _LITTLE_BYTES = 1 << 16  # per microbatch: no warning of less. A torch.utils.checkpoint inside a layer keeps 5 kB
 
 
+@dataclass(eq=False)
 class FirstLook:
     """Inspects the layers of a stage around one F. `compares`: a proof follows, so the copy of each layer also runs after F."""
 
-    def __init__(
-        self,
-        stage: Stage,
-        given: StageInput,
-        seeds: Sequence[int],
-        late: LateBoundSet,
-        deferral: Deferral | None,
-        *,
-        compares: bool,
-    ) -> None:
-        self.stage, self.given, self.seeds, self.late, self.deferral = stage, given, seeds, late, deferral
-        self._compares = compares
-        self._inspection: LayerInspection | None = None
-        self._gradients: list[tuple[Tensor | None, int]] = []
+    stage: Stage
+    given: StageInput
+    seeds: Sequence[int]
+    late: LateBoundSet
+    deferral: Deferral | None
+    compares: bool
+    _inspection: LayerInspection | None = None
+    _gradients: Sequence[tuple[Tensor | None, int]] = ()
 
     def before(self, number: int, value: Any) -> None:
         """Called ahead of F of a layer. A layer that must run without hooks is kept. Raises LayerRefused: it calls `backward()`."""
@@ -83,7 +79,7 @@ class FirstLook:
         self._refuse_backward(number)
         stage, late = self.stage, self.late
         name = stage.name_of(number)
-        if self._inspection is not None and self._compares and number not in late.whole:
+        if self._inspection is not None and self.compares and number not in late.whole:
             why = self._inspection.why_kept(late.saved_by(number))
             held = self._inspection.held_outside
             if why is not None:
@@ -134,10 +130,6 @@ class FirstLook:
             )
 
 
-class RefusesHooks(BaseException):
-    """torch.func runs inside the layer. A BaseException, which the layer's `except Exception` does not catch."""
-
-
 class LayerInspection:
     """Inspects one layer, or the loss, before and after one F; `value` is its input."""
 
@@ -177,9 +169,9 @@ class LayerInspection:
             return tensor
 
         try:
-            with _listening_to_functorch(), collecting():
+            with _listening_to_functorch(), AddedLosses():
                 self._run(Tensor.detach, read)
-        except RefusesHooks:
+        except NeedsGradientInside:
             return _INSIDE
         except Exception as error:
             # The copy may fail where F does not: its input has no graph of earlier layers, through which the layer may take a gradient.
@@ -202,7 +194,7 @@ class LayerInspection:
         before = own_traces(self._twin) | self._late_buffers()
         again: list[Tensor] = []
         try:
-            with collecting(), _StoragesMade() as made:
+            with AddedLosses(), _StoragesMade() as made:
                 output = self._run(lambda tensor: again.append(tensor.detach()), _refuse)
             self.held_outside = made.bytes_left((output, again))
             del output
@@ -285,10 +277,10 @@ def _refuse(_: Any) -> NoReturn:
 
 @contextmanager
 def _listening_to_functorch() -> Iterator[None]:
-    """In the block, RefusesHooks is raised where torch.func disables saved-tensor hooks. A layer may catch torch.func's own error."""
+    """In the block, NeedsGradientInside is raised where torch.func disables saved-tensor hooks. A layer may catch torch.func's own error."""
 
     def refuse(_: str = "") -> NoReturn:
-        raise RefusesHooks
+        raise NeedsGradientInside
 
     switch_off = graph.disable_saved_tensors_hooks
     graph.disable_saved_tensors_hooks = refuse  # type: ignore[assignment]
@@ -314,19 +306,18 @@ def _twin_of(layer: Any, shared: Iterable[Tensor]) -> Any:
 
 def _own_copy(value: Any) -> Any:
     """`value` with copies of its tensors and other objects: a layer may change them in place."""
-    leaves, spec = pytree.tree_flatten(value)
     tensors: dict[int, Tensor] = {}
-    for number, leaf in enumerate(leaves):
+
+    def own(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             if id(leaf) not in tensors:
                 tensors[id(leaf)] = _alive(leaf)
-            leaves[number] = tensors[id(leaf)]
-        elif _is_object(leaf):
-            try:
-                leaves[number] = copy.deepcopy(leaf)
-            except Exception:
-                continue
-    return pytree.tree_unflatten(leaves, spec)
+            return tensors[id(leaf)]
+        with suppress(Exception):
+            return copy.deepcopy(leaf) if _is_object(leaf) else leaf
+        return leaf  # it cannot be copied
+
+    return pytree.tree_map(own, value)
 
 
 def _alive(tensor: Tensor) -> Tensor:

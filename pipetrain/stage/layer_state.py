@@ -23,7 +23,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from pipetrain.stage.errors import StateChanged
 from pipetrain.stage.seeding import draws_in_python, seeder
 from pipetrain.stage.tensor_copies import TensorCopies, fingerprint, is_small, storage_key, version_of
-from pipetrain.stage.traces import modules_of_the_user
+from pipetrain.stage.traces import is_of_the_user
 
 
 @dataclass
@@ -68,7 +68,7 @@ class LayerState:
         self._last_buffers: list[Tensor] = []  # `_copied` and `_watched` were made from these
         self._copied: list[Tensor] = []
         self._watched: list[Tensor] = []
-        self._learning = True
+        self.is_learning = True  # the next F finds out again which buffers change
         self.look()
         for name, tensor in self._named_tensors():
             if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
@@ -91,20 +91,17 @@ class LayerState:
         self.sight = self._sights.setdefault(key, len(self._sights))
         if modes != self._modes or modules != self._modules:
             self._modules, self._modes = modules, modes
-            self._learning = True
+            self.is_learning = True
             # Running statistics change without a new version. That is safe, because no backward reads them.
             norms = [module for module in modules if isinstance(module, _NormBase)]
             self.normal = {id(buffer) for module in norms for buffer in module._buffers.values()}
-            self.watched = [modules_of_the_user(layer) for layer in self._parts[:-1]]
+            named = [layer.named_modules() for layer in self._parts[:-1] if isinstance(layer, nn.Module)]
+            self.watched = [[pair for pair in one if is_of_the_user(type(pair[1]))] for one in named]
             self.seeders = [seeder(self._device, in_python=draws_in_python(part)) for part in self._parts]
-
-    def relearn(self) -> None:
-        """In the next F, find out again which buffers change."""
-        self._learning = True
 
     def before_forward(self, *, recomputed: bool) -> Before:
         """Called ahead of each F, after `look` in this step."""
-        if self._learning:
+        if self.is_learning:
             versions = [(parameter, version_of(parameter)) for parameter in parameters_in(self._modules)]
             parameters = [(parameter, version, fingerprint(parameter)) for parameter, version in versions]
             return Before(True, TensorCopies(buffers_in(self._modules)), parameters=parameters)
@@ -125,12 +122,12 @@ class LayerState:
             self._changing = before.buffers.changed()
             self._sort_buffers(buffers_in(self._modules))
             before.buffers = before.buffers.only(self._copied)
-            self._learning = False
+            self.is_learning = False
         if not recomputed:
             return NO_COPIES
         for buffer, version in before.watched:
             if version_of(buffer) != version:
-                self.relearn()
+                self.is_learning = True
                 raise StateChanged(
                     f"{self.name_of_tensor(buffer)}, a tensor of {list(buffer.shape)}, is changed by a forward for the first time, and was "
                     "not copied before it, so that its recompute would see another value: let the first forward change it too, or keep the "

@@ -14,6 +14,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,27 +31,17 @@ _DEEPEST = 6  # levels: an attribute, its attributes or entries, and so on
 _MOST_SEEN = 100_000  # objects; then the search ends, as it may in a list of all samples
 
 
-def no_names(_tensor: Tensor) -> str | None:
-    """Names no tensor; used if no rank has the whole model."""
-    return None
-
-
+@dataclass(eq=False)
 class LeafWatch:
     """Refuses foreign leaves in the graph of an F that runs within `over`. `anchor` is the leaf through which the stage's input enters the
     graph. F may also use parameters of the layers in `beside`."""
 
-    def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        loss_fn: Callable[..., Any] | None,
-        *,
-        first_layer: int,
-        anchor: Tensor,
-        name_of: NameOf = no_names,
-        beside: Sequence[nn.Module] = (),
-    ) -> None:
-        self._layers, self._beside, self._loss_fn, self._first_layer = layers, beside, loss_fn, first_layer
-        self._anchor, self._name_of = anchor, name_of
+    layers: Sequence[nn.Module]
+    loss_fn: Callable[..., Any] | None
+    first_layer: int
+    anchor: Tensor
+    name_of: NameOf
+    beside: Sequence[nn.Module]
 
     @contextmanager
     def over(self, on_layer: OnLayer | None) -> Iterator[OnLayer]:
@@ -59,15 +50,18 @@ class LeafWatch:
         That function raises ValueError, which names the layer, the leaf and what to do. So does the end of the block, if a tensor in an
         attribute (such as a loss for experts) has a graph that leads neither to an output nor to the loss: it would get no backward.
         """
-        known = (*self._layers, *self._beside)
-        allowed = {id(parameter) for layer in known for parameter in layer.parameters()} | {id(self._anchor)}
+        known = (*self.layers, *self.beside)
+        allowed = {id(parameter) for layer in known for parameter in layer.parameters()} | {id(self.anchor)}
         walked: set[Node] = set()
         before = {id(tensor): tensor for _, _, tensor in self._tensors_in_attributes()}
 
         def after_layer(number: int, value: Any) -> None:
             roots = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
-            for node in accumulating_nodes(roots, walked):
-                if id(leaf_of(node)) not in allowed and self._is_somebodys(number, node, roots):
+            for node in nodes_below([get_gradient_edge(root).node for root in roots], walked):
+                # No variable may hold the leaf: `_is_somebodys` counts what refers to it.
+                if leaf_of(node) is None or id(leaf_of(node)) in allowed:
+                    continue
+                if self._is_somebodys(number, node, roots):
                     raise ValueError(self._complaint(number, leaf_of(node)))
             if on_layer is not None:
                 on_layer(number, value)
@@ -87,7 +81,7 @@ class LeafWatch:
 
     def _tensors_in_attributes(self) -> Iterator[tuple[int, str, Tensor]]:
         """Yields (layer, attribute, tensor): each tensor with a graph that an attribute of a layer holds, itself or in a list or dict."""
-        for number, layer in enumerate(self._layers, start=self._first_layer):
+        for number, layer in enumerate(self.layers, start=self.first_layer):
             for path, module in layer.named_modules():
                 for name, value in members_of(module, of_modules=False):
                     held = (
@@ -102,21 +96,21 @@ class LeafWatch:
         leaf for itself."""
         leaf = leaf_of(node)
         if is_sharded(self._user(number)):
-            return self._name_in_stage(leaf) is None and self._name_of(leaf) is not None
+            return self._name_in_stage(leaf) is None and self.name_of(leaf) is not None
         if any(tensor is leaf for tensor in returned):
-            known = self._name_in_stage(leaf) or self._name_of(leaf) or _path_to(leaf, self._user(number))
+            known = self._name_in_stage(leaf) or self.name_of(leaf) or _path_to(leaf, self._user(number))
             return bool(known)
         del leaf
         return _references(node) > _references_of_nobody()
 
     def _user(self, number: int) -> Any:
         """The layer with this global index, or loss_fn, whose index follows that of the last layer."""
-        place = number - self._first_layer
-        return self._loss_fn if place >= len(self._layers) else self._layers[place]
+        place = number - self.first_layer
+        return self.loss_fn if place >= len(self.layers) else self.layers[place]
 
     def _complaint(self, number: int, leaf: Tensor) -> str:
         user = self._user(number)
-        is_loss = user is self._loss_fn
+        is_loss = user is self.loss_fn
         who = "loss_fn" if is_loss else f"layer {number} ({type(user).__name__})"
         owned = self._name_in_stage(leaf)
         if owned is not None and isinstance(leaf, nn.Parameter):
@@ -124,7 +118,7 @@ class LeafWatch:
                 f"{who} makes the parameter {owned} in its forward, so no optimizer knows it: make it in __init__, or run the "
                 "layer once before the Pipeline is made"
             )
-        if owned is None and (name := self._name_of(leaf)):
+        if owned is None and (name := self.name_of(leaf)):
             instead = "give the layer a parameter of its own"
             if is_loss:
                 instead = "compute that term in a layer of its stage, and give it to pipetrain.add_loss there"
@@ -141,7 +135,7 @@ class LeafWatch:
         )
 
     def _name_in_stage(self, leaf: Tensor) -> str | None:
-        for number, layer in enumerate(self._layers, start=self._first_layer):
+        for number, layer in enumerate(self.layers, start=self.first_layer):
             for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
                 if tensor is leaf:
                     return f"{number}.{name}"
@@ -151,24 +145,20 @@ class LeafWatch:
 # The walk -------------------------------------------------------------------------------------------------------------
 
 
-def accumulating_nodes(roots: Iterable[Tensor], walked: set[Node]) -> Iterator[Node]:
-    """The AccumulateGrad nodes below `roots`, one per leaf. Nodes in `walked` are skipped; the others are added to it."""
-    todo = [get_gradient_edge(root).node for root in roots]
+def nodes_below(roots: Iterable[Node], walked: set[Node]) -> Iterator[Node]:
+    """`roots` and the nodes that their backward leads to. Nodes in `walked` are skipped; the others are added to it."""
+    todo = list(roots)
     while todo:
         node = todo.pop()
-        if node in walked:
-            continue
-        walked.add(node)
-        if type(node).__name__ == "AccumulateGrad":
+        if node not in walked:
+            walked.add(node)
             yield node
-        else:
             todo.extend(following for following, _ in node.next_functions if following is not None)
 
 
-def leaf_of(node: Node) -> Tensor:
-    """The leaf of an accumulating node."""
-    leaf: Tensor = node.variable  # type: ignore[attr-defined]
-    return leaf
+def leaf_of(node: Node) -> Any:
+    """The leaf whose gradient the node accumulates; None if it is no AccumulateGrad node."""
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None  # type: ignore[attr-defined]
 
 
 def is_sharded(user: Any) -> bool:
@@ -179,15 +169,13 @@ def is_sharded(user: Any) -> bool:
 
 
 def _references(node: Node) -> int:
-    return sys.getrefcount(node.variable)  # type: ignore[attr-defined]
+    return sys.getrefcount(leaf_of(node))
 
 
 @functools.cache
 def _references_of_nobody() -> int:
     """What `_references` counts for a leaf that nothing but a graph holds."""
-    root = torch.zeros((), requires_grad=True) * 1
-    (node,) = accumulating_nodes([root], set())
-    return _references(node)
+    return _references(get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 
 
 # Its name -------------------------------------------------------------------------------------------------------------

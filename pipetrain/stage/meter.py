@@ -54,11 +54,7 @@ class ActivationMeter:
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Do not count the storages of `tensors`, the parameters and buffers of the rank."""
-        found: set[int] = set()
-        for tensor in tensors:
-            for storage in storages_of(tensor):
-                found.add(storage._cdata)
-        self._weights = frozenset(found)
+        self._weights = frozenset(storage._cdata for tensor in tensors for storage in storages_of(tensor))
 
     def leave_out(self, storage: int) -> None:
         """Do not count this storage until `count_again`: a weight's cast stays allocated, whoever holds it."""
@@ -139,11 +135,6 @@ class ActivationMeter:
             if num_bytes > 0:
                 self.peak_bytes = max(self.peak_bytes, self.current_bytes)
                 self.peak_stage_bytes = max(self.peak_stage_bytes, self.stage_bytes)
-
-    def touch(self, num_bytes: int) -> None:
-        """Count `num_bytes` for a moment, so that only the peaks change."""
-        self.add(num_bytes)
-        self.add(-num_bytes)
 
     def start_step(self) -> None:
         self.peak_bytes, self.peak_stage_bytes = self.current_bytes, self.stage_bytes

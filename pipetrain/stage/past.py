@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 _T = TypeVar("_T")
 
@@ -31,12 +32,6 @@ def goes_on(layer: nn.Module) -> bool:
     return hasattr(layer, "forward_cached") or isinstance(layer, _BY_POSITION)
 
 
-def prepare_cached(layer: Any, past: Past) -> None:
-    """Before the input arrives, let a layer compute tensors that depend only on the new positions, if it has the method."""
-    if hasattr(layer, "prepare_cached"):
-        layer.prepare_cached(past)
-
-
 def run_cached(layer: Any, value: Any, past: Past) -> Any:
     """The output for the new positions, of a layer for which `goes_on` returned True."""
     return layer.forward_cached(value, past) if hasattr(layer, "forward_cached") else layer(value)
@@ -45,22 +40,15 @@ def run_cached(layer: Any, value: Any, past: Past) -> Any:
 def set_trainable(layers: Iterable[nn.Module]) -> None:
     """Replace inference tensors in buffers and attributes of layers by plain copies: no backward takes inference tensors."""
     done: dict[int, Tensor] = {}
+
+    def plain(tensor: Tensor) -> Tensor:
+        return done.setdefault(id(tensor), tensor.clone()) if tensor.is_inference() else tensor
+
     for module in (module for layer in layers for module in layer.modules()):
         for kept in (module._buffers, vars(module)):
-            changed = {name: _plain(value, done) for name, value in kept.items()}
-            kept.update({name: value for name, value in changed.items() if value is not kept[name]})
-
-
-def _plain(value: Any, done: dict[int, Tensor], depth: int = 0) -> Any:
-    """`value` with plain tensors in place of inference tensors; the same object if it has none. Searches two levels of containers."""
-    if isinstance(value, Tensor):
-        return done.setdefault(id(value), value.clone()) if value.is_inference() else value
-    if type(value) in (tuple, list, dict) and depth < 2:
-        of = list(value.values()) if type(value) is dict else value
-        items = [_plain(item, done, depth + 1) for item in of]
-        if any(new is not old for new, old in zip(items, of)):
-            return dict(zip(value, items)) if type(value) is dict else type(value)(items)
-    return value
+            for name, value in kept.items():
+                if any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in pytree.tree_leaves(value)):
+                    kept[name] = pytree.tree_map_only(Tensor, plain, value)
 
 
 class Past:

@@ -85,31 +85,32 @@ def draws_in_python(layer: Any) -> bool:
     if not isinstance(layer, nn.Module):
         return _may_draw(layer)
     return any(
-        bool(module._forward_hooks or module._forward_pre_hooks)
-        or any(map(_may_draw, _methods_of(module)))
-        or not all(map(_is_plain, (value for name, value in vars(module).items() if name not in _OF_MODULES)))
+        bool(module._forward_hooks or module._forward_pre_hooks) or any(map(_may_draw, _held_by(module)))
         for module in layer.modules()
     )
 
 
-def _methods_of(module: nn.Module) -> Iterator[Any]:
-    """The methods of a module, and other attributes of its classes that may hold code. Classes of torch and pipetrain are skipped."""
+def _held_by(module: nn.Module) -> Iterator[Any]:
+    """The attributes of a module, and the methods and attributes of its classes. Classes of torch and pipetrain are skipped."""
+    yield from (value for name, value in vars(module).items() if name not in _OF_MODULES)
     for kind in type(module).__mro__:
         if not _is_of_torch(kind) and kind is not object:
             for name, value in vars(kind).items():
                 value = getattr(value, "fget", getattr(value, "__func__", value))
-                is_code = isinstance(value, types.FunctionType) and name != "__init__"
-                if is_code or not (name.startswith("__") or _is_plain(value)):
+                if name != "__init__" if isinstance(value, types.FunctionType) else not name.startswith("__"):
                     yield value
 
 
 def _may_draw(thing: Any) -> bool:
-    if _is_of_torch(thing):
+    """Whether a value holds code that may draw: it is no plain value, nor a function that names only torch's and pipetrain's code."""
+    if isinstance(thing, (list, tuple, dict)):
+        return any(map(_may_draw, thing.values() if isinstance(thing, dict) else thing))
+    if thing is None or isinstance(thing, (int, float, str, Tensor)) or _is_of_torch(thing):
         return False
     if not isinstance(thing, types.FunctionType) or thing.__closure__:
         return True
-    has_plain_defaults = _is_plain(thing.__defaults__) and _is_plain(thing.__kwdefaults__)
-    return not has_plain_defaults or _names_more(thing.__code__, thing.__globals__)
+    has_drawing_defaults = _may_draw(thing.__defaults__) or _may_draw(thing.__kwdefaults__)
+    return has_drawing_defaults or _names_more(thing.__code__, thing.__globals__)
 
 
 def _names_more(code: types.CodeType, names: Mapping[str, Any]) -> bool:
@@ -127,27 +128,16 @@ def _is_of_torch(thing: Any) -> bool:
     return name.partition(".")[0] in _DRAW_FROM_TORCH
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether an attribute or a default value holds no code but torch's and pipetrain's. (A module of the user's class is code.)"""
-    if isinstance(value, (list, tuple, dict)):
-        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
-    return value is None or isinstance(value, (int, float, str, Tensor)) or _is_of_torch(value)
-
-
 @contextmanager
 def generators_restored(device: torch.device) -> Iterator[None]:
     """Restore the default generators of torch, Python and numpy after the block."""
-    cpu = torch.default_generator.get_state()
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     python = random.getstate()
     numpy_random = sys.modules.get(_NUMPY)
     numpy = None if numpy_random is None else numpy_random.get_state()
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
-        random.setstate(python)
-        if numpy_random is not None:
-            numpy_random.set_state(numpy)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy_random is not None:
+                numpy_random.set_state(numpy)

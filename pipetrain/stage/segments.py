@@ -12,6 +12,7 @@ work for a part as for a whole stage.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,8 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipetrain.stage.added_losses import AddedLosses
 from pipetrain.stage.host_set import HostSet
-from pipetrain.stage.microbatch import StageInput, StageOutput
+from pipetrain.stage.microbatch import StageInput, StageOutput, without_local
+from pipetrain.stage.past import Past, run_cached
 from pipetrain.stage.stage import LossFn, Stage
 from pipetrain.stage.tensor_copies import storage_key
 
@@ -72,18 +75,10 @@ class SegmentedStage:
             start, loss = end - sizes[number], loss_fn if end == len(layers) else None
             options |= {"first_layer": first_layer + start, "part": number, "beside": self.layers}
             self.parts.append(Stage(index, self.layers[start:end], loss_fn=loss, **options))
+        self.device, self.end = self.parts[-1].device, self.parts[-1].end
         parameters = {id(one): one for own in parameters_of_parts(self) for one in own}
         num_parts = Counter(key for own in parameters_of_parts(self) for key in set(map(id, own)))
         self._shared = [parameter for key, parameter in parameters.items() if num_parts[key] > 1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.parts[0].device
-
-    @property
-    def end(self) -> str:
-        """The name, for errors, of the last layer."""
-        return self.parts[-1].end
 
     # The same attributes as those of `Stage`, summed over the parts.
     set_bytes = property(lambda self: _summed(part.set_bytes for part in self.parts))
@@ -204,3 +199,47 @@ def _summed(of_parts: Iterable[dict[int, int]]) -> dict[int, int]:
     for sizes in of_parts:
         total.update(sizes)
     return dict(total)
+
+
+# F without a graph: for `evaluate`, for a call of the pipeline without a loss, and for generation token by token -------------
+
+
+def infer(stage: AnyStage, given: StageInput, *, with_loss: bool, past: Past | None = None) -> StageOutput:
+    """F without a graph. `with_loss`: the last stage ends with the weighted loss. With `past`, layers read earlier tokens from it, and F
+    runs in inference mode: without torch's bookkeeping for a backward, a token takes a tenth less time."""
+    for part in stage.parts if isinstance(stage, SegmentedStage) else (stage,):
+        output = _infer(part, given, with_loss=with_loss, past=past)
+        given = given._replace(leaves=output.leaves, spec=output.spec)
+    return output
+
+
+def _infer(stage: Stage, given: StageInput, *, with_loss: bool, past: Past | None) -> StageOutput:
+    calls: list[Callable[[Any], Any]] = list(stage.layers)
+    seeds: list[int] = []
+    if past is None:
+        seeds = given.seeds_of(stage.indices)
+    else:
+        calls = [functools.partial(run_cached, layer, past=past) for layer in calls]
+    tree = pytree.tree_unflatten(list(given.leaves), given.spec)
+    with torch.no_grad() if past is None else torch.inference_mode(), AddedLosses(tree) as added:
+        value = added.value
+        if with_loss and stage.loss_fn is not None:
+            calls.append(functools.partial(stage.weighted_loss, stage.loss_fn, given=given, added=added))
+        for number, call in enumerate(calls):
+            if past is None:
+                stage.state.seeders[number](seeds[number])
+            added.of_layer = []
+            value = call(value)
+            added.losses += added.of_layer
+        if with_loss and stage.loss_fn is None:
+            value = added.beside(value)
+    leaves, spec = pytree.tree_flatten(without_local(value))
+    return StageOutput(tuple(leaves), spec, (False,) * len(leaves))
+
+
+def prepare_stage(stage: AnyStage, past: Past) -> None:
+    """While the input is still being received, let layers compute what depends only on the positions of the new tokens."""
+    with torch.inference_mode():
+        for layer in stage.layers:
+            if (prepare := getattr(layer, "prepare_cached", None)) is not None:
+                prepare(past)

@@ -137,7 +137,8 @@ class Selection:
 
     def __init__(self, wanted: Sequence[Wanted], layers: Sequence[nn.Module], first_layer: int) -> None:
         """Raises ValueError: an entry names an unknown operation or module, or one that cannot be kept; the message says what to name."""
-        self._compiled = {number for number, layer in enumerate(layers) if has_compiled(layer)}
+        # The mode sees no operations of compiled code.
+        self.compiled = {number for number, layer in enumerate(layers) if has_compiled(layer)}
         self._rules = [rule for one in wanted for rule in self._rules_of(one, layers, first_layer)]
         self._open: list[nn.Module] = []  # submodules that rules name and whose forward runs now
         self._unfused: set[int] = set()  # layers that run attention without a fused kernel
@@ -157,7 +158,7 @@ class Selection:
                 raise ValueError(_no_such_module(one, [layers[number] for number in own]))
             if not modules:
                 return []  # other stages have the layers
-        inside, is_met = modules if one.path else [], bool(own & self._compiled)
+        inside, is_met = modules if one.path else [], bool(own & self.compiled)
         return [_Rule(one, kind, own, inside, is_all_here and len(kinds) == 1, is_met) for kind in kinds]
 
     def kept_nothing(self, stage: str) -> list[str]:
@@ -166,14 +167,10 @@ class Selection:
         lines = [rule.why_unmet(stage, self._unfused) for rule in self._rules if not rule.is_met]
         return [line for line in lines if line is not None]
 
-    def is_seen(self, layer: int) -> bool:
-        """Whether the mode sees the operations of a layer; it sees none of compiled code."""
-        return layer not in self._compiled
-
     @contextmanager
     def under(self, layer: int, run: Callable[..., Any]) -> Iterator[None]:
         """A context around a layer: operations whose outputs are wanted, or that write, are called through `run`."""
-        if not self.is_seen(layer):
+        if layer in self.compiled:
             yield
             return
         self._open.clear()
@@ -320,7 +317,7 @@ class KeptOutputs:
         self, layer: int, value: Any, num_slots: Callable[[], int], *, is_free: bool
     ) -> AbstractContextManager[object]:
         """A context around a layer in F, whose input is `value`. `num_slots()` is the number of tensors that F has saved so far."""
-        if is_free or not self._selection.is_seen(layer):  # its writes are not seen: copy kept outputs in its input
+        if is_free or layer in self._selection.compiled:  # its writes are not seen: copy kept outputs in its input
             for leaf in pytree.tree_leaves(value):
                 if isinstance(leaf, Tensor):
                     self._before_write(leaf)

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipetrain.stage.casts import WeightCasts
@@ -30,7 +30,7 @@ from pipetrain.stage.errors import RecomputeMismatch, Signature, mismatch, saved
 from pipetrain.stage.meter import ActivationMeter, CountedBytes, SetSize
 from pipetrain.stage.proof import Proof, Witness
 from pipetrain.stage.selective import KeptOutputs, Selection
-from pipetrain.stage.tensor_copies import Storages, copy_of_storage, storage_key, view_into
+from pipetrain.stage.tensor_copies import copy_of_storage, storage_key, view_into
 
 
 class NeedsGradientInside(BaseException):
@@ -209,7 +209,7 @@ class LateBoundSet:
             self.slots.clear()  # the graph owns them; each is freed with its node
 
     def _copy_what_changes(self, changing: Set[int]) -> None:
-        copies: Storages = {}  # one per storage, so that tensors that shared memory still do
+        copies: dict[int, UntypedStorage] = {}  # one per storage, so that tensors that shared memory still do
         for slot in self.slots:
             key = slot.storage()
             if slot.tensor is not None and key in changing:
@@ -245,10 +245,6 @@ class LateBoundSet:
         self._aliases.clear()
         if self.proof is not None:
             self.proof.clear()
-        self.start_backward()
-
-    def start_backward(self) -> None:
-        """B begins: drop the outputs that F kept for R. R has ended, also on a GPU, so their memory may be reused."""
         if self.outputs is not None:
             self.outputs.drop()
 

@@ -32,7 +32,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pipetrain.stage.casts import WeightCasts, has_compiled
 from pipetrain.stage.errors import SavedTensorChanged
-from pipetrain.stage.leaves import is_sharded, leaf_of
+from pipetrain.stage.leaves import is_sharded, leaf_of, nodes_below
 from pipetrain.stage.meter import ActivationMeter, CountedBytes, storages_of
 
 _CALL = "_layer_call"  # the attribute of a node with its `LayerCall`
@@ -278,7 +278,7 @@ class DeferredWeights:
         """The weights at `places` among a node's arguments; empty if the gradient of one of them may not wait."""
         # The nodes that this node leads to, in the order of the arguments that need a gradient.
         before = iter(node for node, _ in ctx.next_functions if node is not None)
-        leaves = {place: _leaf(next(before)) for place, needs in enumerate(ctx.needs_input_grad) if needs}
+        leaves = {place: leaf_of(next(before)) for place, needs in enumerate(ctx.needs_input_grad) if needs}
         weights = {place: leaf for place in places if (leaf := leaves[place]) is not None and why_whole(leaf) is None}
         if len(weights) < len(places):
             self.tell(layer, "one of its weights is not a plain parameter, or has hooks")
@@ -294,30 +294,16 @@ class DeferredWeights:
             )
 
 
-def _leaf(node: Node) -> Tensor | None:
-    """The leaf whose gradient the node accumulates; None if it is no AccumulateGrad node."""
-    return leaf_of(node) if type(node).__name__ == "AccumulateGrad" else None
-
-
-def _readers(todo: list[Node]) -> tuple[dict[Tensor, int], dict[Tensor, str]]:
-    """The nodes that read the leaves below `todo`: leaf -> layer of a split function; leaf -> name of any other node."""
+def _readers(roots: list[Node]) -> tuple[dict[Tensor, int], dict[Tensor, str]]:
+    """The nodes that read the leaves below `roots`: leaf -> layer of a split function; leaf -> name of any other node."""
     split: dict[Tensor, int] = {}
     other: dict[Tensor, str] = {}
-    walked: set[Node] = set()
-    while todo:
-        node = todo.pop()
-        if node in walked:
-            continue
-        walked.add(node)
+    for node in nodes_below(roots, set()):
         call: LayerCall | None = getattr(node, _CALL, None)
         for following, _ in node.next_functions:
-            if following is None:
-                continue
-            leaf = _leaf(following)
-            if leaf is None:
-                todo.append(following)
-            elif call is None:
+            leaf = None if following is None else leaf_of(following)
+            if leaf is not None and call is None:
                 other[leaf] = node.name()
-            else:
+            elif leaf is not None and call is not None:
                 split[leaf] = call.layer
     return split, other

@@ -27,7 +27,7 @@ from pipetrain.stage.errors import (
 from pipetrain.stage.host_set import HostSet
 from pipetrain.stage.inspection import FirstLook
 from pipetrain.stage.layer_state import NOTHING_BEFORE, Before, LayerState
-from pipetrain.stage.leaves import LeafWatch, NameOf, no_names
+from pipetrain.stage.leaves import LeafWatch, NameOf
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.microbatch import (
     Entry,
@@ -70,7 +70,7 @@ class Stage:
         device: torch.device,
         meter: ActivationMeter,
         loss_fn: LossFn | None = None,
-        name_of: NameOf = no_names,
+        name_of: NameOf = lambda _: None,  # if no rank has the whole model
         selective: Sequence[Wanted] = (),
         keep_layers: Collection[int] = (),
         part: int | None = None,
@@ -103,9 +103,7 @@ class Stage:
         self._kinds: dict[Hashable, MicrobatchKind] = {}
         self._versions: list[int] | None = None  # of the parameters, at the first F of this step; None between steps
         self._selection = Selection(selective, self.layers, first_layer) if selective else None
-        self._leaves = LeafWatch(
-            self.layers, loss_fn, first_layer=first_layer, anchor=self._anchor, name_of=name_of, beside=beside
-        )
+        self._leaves = LeafWatch(self.layers, loss_fn, first_layer, self._anchor, name_of, beside)
 
     @functools.cached_property
     def weights(self) -> DeferredWeights:
@@ -217,7 +215,7 @@ class Stage:
             late.keep_whole(self.free if keep else self.kept, self.free)
         held.deferral = self.weights.begin(late.refuse_hooks) if split else None
         if prove:
-            self.state.relearn()
+            self.state.is_learning = True
         before = self.state.before_forward(recomputed=not keep)
         if not (is_new or before.learning):
             return before, None
@@ -437,7 +435,7 @@ class Stage:
         held.roots.clear()
         self._release(held)
         if held.late is not None and held.late.outputs is not None:
-            held.late.start_backward()
+            held.late.outputs.drop()  # R has ended, also on a GPU, so their memory may be reused
         deferral = held.deferral
         if deferral is not None:
             self._deferred[microbatch] = deferral

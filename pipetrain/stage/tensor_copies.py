@@ -16,8 +16,6 @@ from torch import Tensor, UntypedStorage
 # A buffer of at most this size is copied before every forward that is recomputed, whether or not it is known to change.
 SMALL_BYTES = 1 << 16
 
-Storages = dict[int, UntypedStorage]  # identity of a storage -> its copy
-
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -41,12 +41,6 @@ def own_traces(layer: Any) -> Look:
     return attributes_of(layer.named_modules() if isinstance(layer, nn.Module) else [("", layer)])
 
 
-def modules_of_the_user(layer: Any) -> list[tuple[str, nn.Module]]:
-    """The modules in a layer whose class `is_of_the_user`, with their names."""
-    modules = layer.named_modules() if isinstance(layer, nn.Module) else ()
-    return [(name, module) for name, module in modules if is_of_the_user(type(module))]
-
-
 def attributes_of(named: Iterable[tuple[str, Any]]) -> Look:
     """The same as `own_traces` for several objects, each given with its name."""
     found: Look = {}
@@ -172,19 +166,12 @@ def _kinds_of(layer: Any) -> list[type]:
 
 
 def _code_of(layer: Any) -> list[types.FunctionType]:
-    """The methods of a layer's classes without `__init__`; for a loss that is a function, that function."""
-    methods = [value for kind in _kinds_of(layer) for name, value in vars(kind).items() if name != "__init__"]
-    return [*(one for one in methods if isinstance(one, types.FunctionType)), *_functions_in(layer)]
-
-
-def _functions_in(thing: Any) -> Iterator[types.FunctionType]:
-    """The Python function behind a function, a method or a `functools.partial`."""
-    if isinstance(thing, partial):
-        yield from _functions_in(thing.func)
-    elif isinstance(thing, types.MethodType):
-        yield from _functions_in(thing.__func__)
-    elif isinstance(thing, types.FunctionType) and is_of_the_user(thing):
-        yield thing
+    """The methods of a layer's classes without `__init__`; for a loss, also the function behind a method or a `functools.partial`."""
+    found = [value for kind in _kinds_of(layer) for name, value in vars(kind).items() if name != "__init__"]
+    while isinstance(layer, (partial, types.MethodType)):
+        layer = layer.func if isinstance(layer, partial) else layer.__func__
+    found += [layer] if is_of_the_user(layer) else []
+    return [one for one in found if isinstance(one, types.FunctionType)]
 
 
 def names_in(code: types.CodeType) -> list[str]:

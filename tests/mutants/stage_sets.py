@@ -244,7 +244,7 @@ MUTANTS = (
     Mutant(
         "what a compiled layer writes on stays kept",
         "pipetrain/stage/selective.py",
-        "        if is_free or not self._selection.is_seen(layer):",
+        "        if is_free or layer in self._selection.compiled:",
         "        if is_free:",
         ("tests/runtime/test_selective.py", "-k", "compiled"),
     ),
@@ -378,8 +378,8 @@ MUTANTS = (
     Mutant(
         "a layer may catch what torch.func says",
         "pipetrain/stage/inspection.py",
-        "            with _listening_to_functorch(), collecting():\n",
-        "            with collecting():\n",
+        "            with _listening_to_functorch(), AddedLosses():\n",
+        "            with AddedLosses():\n",
         ("tests/regressions/test_gradients_inside.py", "-k", "says_of_hooks"),
     ),
     Mutant(
@@ -434,8 +434,8 @@ MUTANTS = (
     Mutant(
         "kept outputs stay when B has begun",
         "pipetrain/stage/stage.py",
-        "            held.late.start_backward()\n",
-        "            pass\n",
+        "            held.late.outputs.drop()  #",
+        "            pass  #",
         ("tests/runtime/test_selective.py", "-k", "kept_outputs"),
     ),
 )

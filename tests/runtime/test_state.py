@@ -229,7 +229,7 @@ def test_it_learns_again_after_a_switch_of_mode_and_when_asked() -> None:
     assert [learns(), learns()] == [True, False]
     layer.eval()
     assert [learns(), learns()] == [True, False]
-    state.relearn()
+    state.is_learning = True
     assert [learns(), learns()] == [True, False]
 
 
