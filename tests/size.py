@@ -27,7 +27,7 @@ ROOMS = {
     "data": 2705,
     "engine": 997,
     "launcher": 1043,
-    "models": 3725,
+    "models": 3726,
     "monitor": 3326,
     "optim": 304,
     "plan": 3387,

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors import SafetensorError
@@ -151,8 +152,8 @@ def _replace(model: PreTrainedModel, parts: Parts, kept: set[int | None], tied: 
 def _read(pruned: Any, config: PretrainedConfig, source: HfSource, dtype: torch.dtype) -> Any:
     """Loads what a model of the class `pruned` has, and nothing else."""
     # Else threads of transformers read ahead of what is stacked (experts): by up to the whole stage where the machine is busy.
-    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
-    with contextlib.ExitStack() as files:
+    one_by_one = mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1")
+    with contextlib.ExitStack() as files, one_by_one:
         open_file = cache(
             lambda path: files.enter_context(opened_tensors(path, BRING, framework="pt", backend="pread"))
         )
