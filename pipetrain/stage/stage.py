@@ -152,11 +152,9 @@ class Stage:
         self._had_casts |= has_casts
         kind = self._kind_of(given, split=split, has_casts=has_casts)
         is_new = prove or not kind.has_run
-        seeds = given.seeds_of(self.indices)
-        held = Held(None if keep else given, len(given.leaves), kind, seeds, has_casts=has_casts)
+        held = Held(None if keep else given, len(given.leaves), kind, given.seeds_of(self.indices), has_casts=has_casts)
         before, look = NOTHING_BEFORE, None
         if moves or not (keep and not prove and kind.is_plain):
-            held.lent = lent_storages(given.leaves) if moves else frozenset()
             before, look = self._open_set(
                 held, given, prove=prove, is_new=is_new, split=split, witness=witness, moves=moves
             )
@@ -199,6 +197,7 @@ class Stage:
     ) -> tuple[Before, FirstLook | None]:
         """Make the set of an F that runs under hooks. Returns the state before F, and a `FirstLook` if this F inspects its layers."""
         keep = held.given is None
+        held.lent = lent_storages(given.leaves) if moves else frozenset()
         held.late = late = LateBoundSet(
             self.name_of,
             self.meter,
