@@ -38,9 +38,11 @@ def run(arguments: Arguments) -> int:
             "weights to one file"
         )
     check_transformers()
-    from pipetrain.models.hf.export import export_model
+    from pipetrain.models.hf.export import check_out, export_model
 
-    out, plan = Path(arguments.out).absolute(), read_plan(folder.plan)
+    out = Path(arguments.out).absolute()
+    check_out(out)  # before anything is read
+    plan = read_plan(folder.plan)
     stages = [plan.layers_of(stage) for stage in range(plan.num_stages)]
     export_model(_tensors(folder), stages, folder.model, out, lora=config.model.lora, base=str(config.model.path))
     print(printable(str(out)))

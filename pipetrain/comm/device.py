@@ -144,7 +144,10 @@ def cores_of_node(pci_address: str, system: Path = Path("/sys")) -> set[int]:
 def on_cores(cores: Set[int]) -> Iterator[None]:
     """Within it this thread runs on those of `cores` on which it may run; on all of its own if there are none."""
     own = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores & own or own)
+    if not cores & own or cores >= own:
+        yield
+        return
+    os.sched_setaffinity(0, cores & own)
     try:
         yield
     finally:

@@ -217,7 +217,7 @@ class Monitor:
                         hangs = f"{what()}, and nothing came for {self.timeout_seconds:g} s (timeout_seconds): {advice}"
                         error = self._ending(self.board.post(hangs, asks=True), what())
                     elif now >= looked_at + _POLL_SECONDS:
-                        looked_at, failure = now, self.failure or self.board.read()
+                        failure, looked_at = self.failure or self.board.read(), time.monotonic()
                         error = None if failure is None else self._ending(failure, what())
                     else:
                         pause = pauses[min(number, len(pauses) - 1)]

@@ -32,7 +32,8 @@ def sets_over_time(schedule: Schedule, events: Iterable[OpEvent]) -> Curve:
             changes.append((event.start, taken / parts))
         elif freed := places_freed(schedule, event.op):
             changes.append((event.end, -freed / parts))
-    return [(time, round(count, 9)) for time, count in _running(changes)]
+    counts = [(time, round(count, 9)) for time, count in _running(changes)]
+    return [(time, int(count) if count.is_integer() else count) for time, count in counts]
 
 
 def bytes_over_time(schedule: Schedule, events: Iterable[OpEvent], costs: Costs) -> Curve:

@@ -34,13 +34,15 @@ class LineFile:
 
     def write(self, lines: Iterable[str]) -> None:
         """Appends `lines`, which end with a line break each."""
-        data, size = "".join(lines).encode(), os.fstat(self._file.fileno()).st_size
+        data, size = "".join(lines).encode(), None
         try:
+            size = os.fstat(self._file.fileno()).st_size
             if self._file.write(data) != len(data):
                 raise OSError("No space left on device")
         except OSError as error:
             with contextlib.suppress(OSError):
-                self._file.truncate(size)  # no half of a line
+                if size is not None:
+                    self._file.truncate(size)  # no half of a line
             if not self._failed:
                 self._failed = True
                 reason = error.strerror or error

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from typing import Any
 
@@ -142,8 +143,8 @@ class Recorder:
             return None
 
     def close(self) -> None:
-        for part in (self._trackers, self._reporter, self._events):
-            part.close()
+        with closing(self._events), closing(self._reporter), closing(self._trackers):
+            pass
 
 
 class _Reporter:

@@ -80,6 +80,14 @@ class Report:
         return tuple(getattr(report, name) for report in self.of_ranks)
 
     @property
+    def step(self) -> int:
+        return self.of_ranks[0].step
+
+    # A number of bytes per rank.
+    peak_activation_bytes = property(lambda self: self.per_rank("peak_activation_bytes"))
+    peak_memory_bytes = property(lambda self: self.per_rank("peak_memory_bytes"))
+
+    @property
     def timeline(self) -> Timeline:
         """That of the first replica."""
         return self.timelines[0]

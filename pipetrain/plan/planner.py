@@ -387,12 +387,14 @@ class _Pricing:
                         self._price(other)
 
     def _price(self, choice: Choice) -> None:
+        may_leave = "pipeline.schedule" not in self.problem.held and choice.schedule != AUTO
         try:
+            self._left -= 0 if may_leave else _work(choice)
             one = PricedPlan(self, choice)
-            if "pipeline.schedule" not in self.problem.held and choice.schedule != AUTO and self._is_beaten(one):
+            if may_leave and self._is_beaten(one):
                 self._left -= choice.num_stages * choice.num_microbatches * _OF_LEAVING
                 return
-            self._left -= _work(choice)
+            self._left -= _work(choice) if may_leave else 0
             one.price()
         except ValueError as error:
             self._refused = self._refused or error

@@ -158,14 +158,15 @@ def checked_rows(batch: Tree, name: str, *, with_graph: bool, rows_of_inputs: in
         rows = len(leaf)
     else:
         return rows
-    rows = num_rows(batch, name)
+    is_of_inputs = rows_of_inputs is None
+    rows = num_rows(batch, name) if is_of_inputs else None
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         complaint = _complaint(leaf, with_graph)
         if complaint is not None:
             raise ValueError(f"{name}{pytree.keystr(path)} {complaint}")
-    if (length := rows_of_inputs or rows) is not None:
+    if (length := rows if is_of_inputs else rows_of_inputs) is not None:
         _refuse_lists(batch, name, length)
-    return rows
+    return rows if is_of_inputs else num_rows(batch, name)
 
 
 def _complaint(leaf: Any, with_graph: bool) -> str | None:

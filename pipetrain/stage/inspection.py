@@ -35,7 +35,7 @@ from pipetrain.stage.errors import LayerRefused, refuses_hooks
 from pipetrain.stage.leaves import is_sharded
 from pipetrain.stage.microbatch import StageLocal, through_gate
 from pipetrain.stage.proof import checksum, describe_difference, differ
-from pipetrain.stage.slots import LateBoundSet, NeedsGradientInside
+from pipetrain.stage.slots import LateBoundSet
 from pipetrain.stage.split_backward import Deferral
 from pipetrain.stage.split_linear import split_layer
 from pipetrain.stage.tensor_copies import copy_of, is_dense, storage_key
@@ -130,6 +130,10 @@ class FirstLook:
             )
 
 
+class _RefusesHooks(BaseException):
+    """torch.func runs inside the layer. A BaseException, which the layer's `except Exception` does not catch."""
+
+
 class LayerInspection:
     """Inspects one layer, or the loss, before and after one F; `value` is its input."""
 
@@ -171,7 +175,7 @@ class LayerInspection:
         try:
             with _listening_to_functorch(), AddedLosses():
                 self._run(Tensor.detach, read)
-        except NeedsGradientInside:
+        except _RefusesHooks:
             return _INSIDE
         except Exception as error:
             # The copy may fail where F does not: its input has no graph of earlier layers, through which the layer may take a gradient.
@@ -277,10 +281,10 @@ def _refuse(_: Any) -> NoReturn:
 
 @contextmanager
 def _listening_to_functorch() -> Iterator[None]:
-    """In the block, NeedsGradientInside is raised where torch.func disables saved-tensor hooks. A layer may catch torch.func's own error."""
+    """In the block, _RefusesHooks is raised where torch.func disables saved-tensor hooks. A layer may catch torch.func's own error."""
 
     def refuse(_: str = "") -> NoReturn:
-        raise NeedsGradientInside
+        raise _RefusesHooks
 
     switch_off = graph.disable_saved_tensors_hooks
     graph.disable_saved_tensors_hooks = refuse  # type: ignore[assignment]

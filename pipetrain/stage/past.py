@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 _T = TypeVar("_T")
 
@@ -40,15 +39,22 @@ def run_cached(layer: Any, value: Any, past: Past) -> Any:
 def set_trainable(layers: Iterable[nn.Module]) -> None:
     """Replace inference tensors in buffers and attributes of layers by plain copies: no backward takes inference tensors."""
     done: dict[int, Tensor] = {}
-
-    def plain(tensor: Tensor) -> Tensor:
-        return done.setdefault(id(tensor), tensor.clone()) if tensor.is_inference() else tensor
-
     for module in (module for layer in layers for module in layer.modules()):
         for kept in (module._buffers, vars(module)):
-            for name, value in kept.items():
-                if any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in pytree.tree_leaves(value)):
-                    kept[name] = pytree.tree_map_only(Tensor, plain, value)
+            changed = {name: _plain(value, done) for name, value in kept.items()}
+            kept.update({name: value for name, value in changed.items() if value is not kept[name]})
+
+
+def _plain(value: Any, done: dict[int, Tensor], depth: int = 0) -> Any:
+    """`value` with plain tensors in place of inference tensors; the same object if it has none. Searches two levels of containers."""
+    if isinstance(value, Tensor):
+        return done.setdefault(id(value), value.clone()) if value.is_inference() else value
+    if type(value) in (tuple, list, dict) and depth < 2:
+        of = list(value.values()) if type(value) is dict else value
+        items = [_plain(item, done, depth + 1) for item in of]
+        if any(new is not old for new, old in zip(items, of)):
+            return dict(zip(value, items)) if type(value) is dict else type(value)(items)
+    return value
 
 
 class Past:

@@ -83,7 +83,7 @@ def seeder(device: torch.device, *, in_python: bool) -> Callable[[int], object]:
 def draws_in_python(layer: Any) -> bool:
     """Whether a layer or a loss may draw from generators of Python or numpy. False only if it names no code but torch's and pipetrain's."""
     if not isinstance(layer, nn.Module):
-        return _may_draw(layer)
+        return not (isinstance(layer, types.FunctionType) or _is_of_torch(layer)) or _may_draw(layer)
     return any(
         bool(module._forward_hooks or module._forward_pre_hooks) or any(map(_may_draw, _held_by(module)))
         for module in layer.modules()
@@ -134,7 +134,7 @@ def generators_restored(device: torch.device) -> Iterator[None]:
     python = random.getstate()
     numpy_random = sys.modules.get(_NUMPY)
     numpy = None if numpy_random is None else numpy_random.get_state()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
         try:
             yield
         finally:

@@ -75,11 +75,12 @@ class SegmentedStage:
             start, loss = end - sizes[number], loss_fn if end == len(layers) else None
             options |= {"first_layer": first_layer + start, "part": number, "beside": self.layers}
             self.parts.append(Stage(index, self.layers[start:end], loss_fn=loss, **options))
-        self.device, self.end = self.parts[-1].device, self.parts[-1].end
+        self.device = self.parts[-1].device
         parameters = {id(one): one for own in parameters_of_parts(self) for one in own}
         num_parts = Counter(key for own in parameters_of_parts(self) for key in set(map(id, own)))
         self._shared = [parameter for key, parameter in parameters.items() if num_parts[key] > 1]
 
+    end = property(lambda self: self.parts[-1].end)  # the name, for errors, of the last layer
     # The same attributes as those of `Stage`, summed over the parts.
     set_bytes = property(lambda self: _summed(part.set_bytes for part in self.parts))
     stash_bytes = property(lambda self: _summed(part.stash_bytes for part in self.parts))

@@ -82,10 +82,10 @@ class BatchCheck:
                 raise ValueError(
                     f"{key} has the shape {list(value.shape)}, {_IDS} {list(ids.shape)}: both are [batch, sequence]"
                 )
-        if isinstance(mask, Tensor) and isinstance(positions, Tensor):
+        # Beside any mask transformers does not look at positions that start again. (A mask on a GPU would make the host wait.)
+        if isinstance(mask, Tensor) and isinstance(positions, Tensor) and mask.device.type == "cpu":
             are_tokens = (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
-            # Beside any mask transformers does not look at positions that start again.
-            if mask.device.type == "cpu" and _start_again(positions, are_tokens):
+            if _start_again(positions, are_tokens):
                 raise ValueError(
                     f"{_POSITIONS} start again within a sample, beside an {_MASK}: transformers then lets the packed documents see each "
                     f"other. Leave {_MASK} out, and make the padded tail a document of its own, with {IGNORED} as its targets"

@@ -103,16 +103,21 @@ def keep_files(source: HfSource, folder: Path) -> None:
             shutil.copyfile(path, draft)
 
 
+def check_out(out: Path) -> None:
+    """Raises ValueError: something is at `out` already."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(
+            f"--out={out}: there is something already, and nothing that others may be reading is written over; name a folder that is new"
+        )
+
+
 @contextmanager
 def _whole_or_not(out: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `out` when all is written.
 
     Raises ValueError: something is there already (a model that is read, perhaps by the run that is exported), or it cannot be made.
     """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(
-            f"--out={out}: there is something already, and nothing that others may be reading is written over; name a folder that is new"
-        )
+    check_out(out)
     with ExitStack() as stack:
         try:
             out.parent.mkdir(parents=True, exist_ok=True)

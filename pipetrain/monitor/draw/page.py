@@ -8,6 +8,7 @@ figures over steps. Times in them are seconds from the start of the panel's step
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -181,7 +182,11 @@ _RARE = ("reduce", "copy", "host", "hand-over", "machine")  # causes that have a
 
 def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
     """A line per rank: busy seconds, the bubble by cause, R hidden and exposed, most sets alive."""
-    causes = {head: [getattr(rank, field) for rank in breakdown] for head, (field, _) in _CAUSES.items()}
+    least = [1e-12 * (rank.busy_seconds + rank.bubble_seconds) for rank in breakdown]  # less is an error of rounding
+    causes = {
+        head: [seconds if (seconds := getattr(rank, field)) > few else 0.0 for rank, few in zip(breakdown, least)]
+        for head, (field, _) in _CAUSES.items()
+    }
     columns = {
         "busy": [rank.busy_seconds for rank in breakdown],
         **{head: seconds for head, seconds in causes.items() if any(seconds) or head not in _RARE},
@@ -196,7 +201,7 @@ def ranks_table(breakdown: Sequence[RankBreakdown]) -> Table:
         "R exposed": "Recomputation for which the next op had to wait.",
         "peak sets": "Most sets of activations alive at once.",
     }
-    rows = zip(*([number(round(value, 12)) for value in column] for column in columns.values()))
+    rows = zip(*(map(number, column) for column in columns.values()))
     return Table(
         ("rank", *columns),
         [(str(rank.rank), *row) for rank, row in zip(breakdown, rows)],
@@ -285,4 +290,5 @@ def _rounded(seconds: float) -> float:
 
 def _finite(value: Any) -> float | None:
     """None: no number, or none that can be drawn."""
-    return value if isinstance(value, int | float) and abs(value) < 2**63 else None
+    is_drawn = math.isfinite(value) if isinstance(value, float) else isinstance(value, int) and abs(value) < 2**63
+    return value if is_drawn else None

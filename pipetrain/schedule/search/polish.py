@@ -67,6 +67,10 @@ def polish(problem: OrderProblem, start: Schedule, effort: Effort) -> Polished:
         model.Add(end >= own.ended(own.window.ops(last)[-1]))
         if own.window.turn in own.window.kinds:
             own.add_sums(end)
+        # R's in the order of their microbatches: `waits.py` takes the recompute lane to have it.
+        for first, second in itertools.pairwise(op for op in own.chosen if op.kind is RECOMPUTE):
+            seconds = own.window.seconds[RECOMPUTE] * own.chosen[first]
+            model.Add(own.start[second] >= own.start[first] + seconds)
         own.hint({event.op: event.start for event in events if event.op.stage == own.window.stage})
     for edge, (one, other) in enumerate(itertools.pairwise(stages)):
         _add_link(one, other, FORWARD, round(whole.costs.hop_forward[edge]))
@@ -218,7 +222,8 @@ class StageOps:
     def hint(self, starts: Starts) -> None:
         """Gives the solver an order of the stage to start from."""
         for op, start in starts.items():
-            self.model.AddHint(self.start[op], math.floor(start))
+            if op in self.start:  # a stage with a slot for each set has no R here, but the schedule may have one
+                self.model.AddHint(self.start[op], math.floor(start))
         for op, chosen in self.chosen.items():
             if op.kind is not RELOAD:  # it has the variable of its OFFLOAD
                 self.model.AddHint(chosen, int(op in starts))
