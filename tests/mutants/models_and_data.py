@@ -238,8 +238,8 @@ MUTANTS = (
     Mutant(
         "positions may start again beside a mask",
         "pipetrain/models/hf/batch_check.py",
-        '            if mask.device.type == "cpu" and _start_again(',
-        "            if False and _start_again(",
+        "            if _start_again(positions, are_tokens):",
+        "            if False and _start_again(positions, are_tokens):",
         ("tests/hf/test_masks.py", "-k", "beside"),
     ),
     Mutant(

@@ -17,7 +17,7 @@ from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.kinds import RECOMPUTE
 from pipetrain.schedule.make import make, make_schedule, problem_of
 from pipetrain.schedule.op import Kind, Op
-from pipetrain.schedule.policy import Mode, RecomputePolicy
+from pipetrain.schedule.policy import Keep, Mode, RecomputePolicy
 from pipetrain.schedule.recompute import AllKept
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
@@ -207,6 +207,17 @@ def test_without_ortools_rules_are_changed(monkeypatch: pytest.MonkeyPatch) -> N
     problem = problem_of(spec, cell.costs)
     assert found.seconds == cell.goal < list_order(problem).seconds
     assert climb(problem, effort, cell.goal).seconds == found.seconds, "the same effort, the same order"
+
+
+def test_a_named_family_with_an_r_where_the_search_has_none_is_a_start() -> None:
+    """A stage with a slot for each of its sets has no R in the model of the search; the family that is best so far may have one."""
+    costs = Costs.spread(4, hop=2.0)
+    costs = dataclasses.replace(costs, forward=(1, 3, 1, 1), backward=(2, 2, 3, 2), recompute=(1, 1, 1, 1))
+    policy = RecomputePolicy(Mode.EARLY, sets=(1, 6, 1, 6), keep=Keep.AUTO)
+    found = best_schedule(
+        ScheduleSpec("auto", (0, 1, 2, 3), 6, policy, costs=costs), costs, Effort(60, rules=1, steps=0.05)
+    )
+    assert found.seconds == 50.0
 
 
 def test_as_many_steps_find_the_same_order() -> None:

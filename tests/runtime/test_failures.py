@@ -24,6 +24,7 @@ from parity_cases import mean_square, rows
 from ranks import NEVER_SECONDS, PATIENCE_SECONDS, Outcome, run_outcomes, run_ranks, time_out_once
 from torch import Tensor, nn
 
+from pipetrain.comm import failure
 from pipetrain.comm.failure import FailureBoard, Monitor
 from pipetrain.comm.group import Group
 from pipetrain.runtime.pipeline import Pipeline
@@ -346,6 +347,27 @@ def test_who_is_named_where_a_connection_cannot_be_made(error: RuntimeError, say
     board.post("rank 3 failed")
     told = str(Monitor(2, board, 5.0).unmet("edge/0/F", "rank 1", error))
     assert told == "rank 3 failed (rank 2 ends; rank 2 connects edge/0/F with rank 1)"
+
+
+def test_a_message_that_comes_during_a_slow_look_at_the_store_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look takes longer than the time from one to the next: whoever brings the message gets its turn between them."""
+    monkeypatch.setattr(failure, "_POLL_SECONDS", 0.01)
+    board, looks = FailureBoard(None), threading.Event()
+
+    def slow_read() -> None:
+        looks.set()
+        time.sleep(0.05)  # an answer of the store that takes so long
+
+    def bring() -> None:
+        assert looks.wait(PATIENCE_SECONDS)
+        monitor.done(lambda: come.append(1))
+
+    monkeypatch.setattr(board, "read", slow_read)
+    monitor, come = Monitor(0, board, 20.0), list[int]()
+    courier = threading.Thread(target=bring)
+    courier.start()
+    monitor.wait(lambda: bool(come), lambda: "rank 0 waits in 0RECV_F0")
+    courier.join()
 
 
 @pytest.mark.quick("{'forward': 3}")
