@@ -55,8 +55,7 @@ def run(arguments: Arguments) -> int:
             "data.tokenizer=FOLDER_OR_NAME, or a folder for the tokens, --out=FOLDER"
         )
     if arguments.check:
-        found = folder_in_cache(data, corpus_of(data, tokenizer), tokenizer)
-        if out is not None or not is_whole(found):
+        if out is not None or not is_whole(found := folder_in_cache(data, corpus_of(data, tokenizer), tokenizer)):
             raise ValueError(
                 f"{arguments.path}: --check finds no tokens of it in the cache; give a folder of tokens, or the keys of the run"
             )

@@ -108,17 +108,26 @@ def parse_json(text: str | bytes) -> Any:
     """The value of JSON. Raises ValueError: it is none, or nested too deeply."""
     try:
         value = json.loads(text)
-        is_deep = _depth(value) > MOST_DEPTH
     except RecursionError:
-        is_deep = True
-    if is_deep:
-        raise ValueError(f"it is nested deeper than {MOST_DEPTH} values")
+        raise ValueError(f"it is nested deeper than {MOST_DEPTH} values") from None
+    opening = ("[", "{") if isinstance(text, str) else (b"[", b"{")
+    if sum(map(text.count, opening)) > MOST_DEPTH:  # type: ignore[arg-type]
+        _check_depth(value)
     return value
 
 
-def _depth(value: Any) -> int:
-    held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    return 0 if held is None else 1 + max(map(_depth, held), default=0)
+def _check_depth(value: Any) -> None:
+    level = [value]  # without recursion, whatever limit of it is set
+    for _ in range(MOST_DEPTH):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return
+    raise ValueError(f"it is nested deeper than {MOST_DEPTH} values")
+
+
+def _inside(value: Any) -> list[Any]:
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [one for one in held if isinstance(one, (dict, list))]
 
 
 def read_yaml_text(path: Path, todo: str) -> str:

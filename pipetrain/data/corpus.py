@@ -39,7 +39,10 @@ def find_files(config: DataConfig) -> list[Path]:
         # Folders that are left out are not entered: site-packages alone may hold twenty times as many files.
         below = [one.name for one in root.iterdir() if one.is_dir() and not one.is_symlink()]
         patterns = ["*.py", *(f"{name}/**/*.py" for name in below if name not in _NOT_STDLIB)]
-        return [file for file in _sorted_files(root, *patterns) if not _NOT_STDLIB & set(file.relative_to(root).parts)]
+        files = [file for file in _sorted_files(root, *patterns) if not _NOT_STDLIB & set(file.relative_to(root).parts)]
+        if not files:
+            raise ValueError(f"data=stdlib: no Python sources in {root}; use your own text: data=text data.path=FOLDER")
+        return _readable(files, "data=stdlib")
     assert config.path is not None, "it was checked"
     return files_at("data.path", config.path, config.pattern)
 
@@ -62,9 +65,13 @@ def files_at(key: str, given: str, pattern: str) -> list[Path]:
             near = [path.with_name(name) for name in difflib.get_close_matches(path.name, names, n=1)]
             hint = f"did you mean {key}={near[0]}?" if near else "give a file or folder that exists"
             raise ValueError(f"{key}={given} is not there (seen from {Path.cwd()}); {hint}")
+    return _readable(files, f"{key}={given}")
+
+
+def _readable(files: list[Path], key: str) -> list[Path]:
     for file in files:
         if not os.access(file, os.R_OK):
-            raise ValueError(f"{key}={given}: {file} may not be read; allow it with: chmod +r {file}")
+            raise ValueError(f"{key}: {file} may not be read; allow it with: chmod +r {file}")
     return files
 
 

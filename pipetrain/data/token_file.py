@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipetrain.config.read_files import DamagedFile, check_regular, read_record
+from pipetrain.config.read_files import DamagedFile, check_regular, read_object, read_record
 from pipetrain.data.corpus import remembered
 from pipetrain.data.documents import Document
 
@@ -88,9 +88,9 @@ class TokenPart:
 def read_sheet(folder: Path) -> TokenSheet:
     """Raises DamagedFile: it cannot be read, or is of another version."""
     path = folder / TOKENS_JSON
+    if (found := read_object(path, _AGAIN).get("format")) != FORMAT:
+        raise DamagedFile(path, f"it is of format {found}, this version reads {FORMAT}", _AGAIN)
     sheet = read_record(TokenSheet, path, _AGAIN)
-    if sheet.format != FORMAT:
-        raise DamagedFile(path, f"it is of format {sheet.format}, this version reads {FORMAT}", _AGAIN)
     if sheet.item_type not in _TYPES:
         raise DamagedFile(path, f"item_type is {sheet.item_type!r}", _AGAIN)
     if missing := set(PARTS) - sheet.parts.keys():

@@ -199,9 +199,11 @@ class Saver:
 
     def _copy_stream(self, tensors: Mapping[Part, Mapping[str, Tensor]]) -> tuple[Device, Stream]:
         """A stream of the GPU that holds some of `tensors`, else of the CPU; it begins when the work before it has made them."""
-        if self._stream is None:
-            gpus = (tensor.device for mapping in tensors.values() for tensor in mapping.values() if tensor.is_cuda)
-            device = device_of(next(gpus, torch.device("cpu")))
+        gpus = (tensor.device for mapping in tensors.values() for tensor in mapping.values() if tensor.is_cuda)
+        device = device_of(next(gpus, torch.device("cpu")))
+        if self._stream is None or (
+            device.runs_ahead and not self._stream[0].runs_ahead
+        ):  # the first save may have had none
             self._stream = device, device.stream()
         device, stream = self._stream
         device.follow(stream, device.current())
