@@ -33,7 +33,7 @@ ROOMS = {
     "plan": 3389,
     "runtime": 4914,
     "schedule": 5897,
-    "snapshot": 1404,
+    "snapshot": 1402,
     "stage": 4795,
     "train.py": 318,
     "trainer": 1494,

@@ -111,7 +111,7 @@ class Saver:
         self._say = say
         self._run = run
         self._images: dict[Part, Tensors] = {}
-        self._stream: tuple[Device, Stream] | None = None  # for all copies: torch has few
+        self._streams: dict[Device, Stream] = {}  # for copies
         self._save: _Save | None = None
         self._first_agreement = 1  # in this poll of a save: about when the one before was written
         if rank == 0:
@@ -201,11 +201,9 @@ class Saver:
         """A stream of the GPU that holds some of `tensors`, else of the CPU; it begins when the work before it has made them."""
         gpus = (tensor.device for mapping in tensors.values() for tensor in mapping.values() if tensor.is_cuda)
         device = device_of(next(gpus, torch.device("cpu")))
-        if self._stream is None or (
-            device.runs_ahead and not self._stream[0].runs_ahead
-        ):  # the first save may have had none
-            self._stream = device, device.stream()
-        device, stream = self._stream
+        if device not in self._streams:
+            self._streams[device] = device.stream()
+        stream = self._streams[device]
         device.follow(stream, device.current())
         return device, stream
 

@@ -377,7 +377,7 @@ MUTANTS = (
     Mutant(
         "each save takes a stream",
         "pipetrain/snapshot/saver.py",
-        "        if self._stream is None:\n",
+        "        if device not in self._streams:\n",
         "        if True:\n",
         ("tests/snapshot/test_saver.py", "-k", "one_stream"),
     ),
