@@ -111,7 +111,7 @@ class Saver:
         self._say = say
         self._run = run
         self._images: dict[Part, Tensors] = {}
-        self._streams: dict[Device, Stream] = {}  # for copies
+        self._streams: dict[torch.device, tuple[Device, Stream]] = {}  # for copies
         self._save: _Save | None = None
         self._first_agreement = 1  # in this poll of a save: about when the one before was written
         if rank == 0:
@@ -200,10 +200,10 @@ class Saver:
     def _copy_stream(self, tensors: Mapping[Part, Mapping[str, Tensor]]) -> tuple[Device, Stream]:
         """A stream of the GPU that holds some of `tensors`, else of the CPU; it begins when the work before it has made them."""
         gpus = (tensor.device for mapping in tensors.values() for tensor in mapping.values() if tensor.is_cuda)
-        device = device_of(next(gpus, torch.device("cpu")))
-        if device not in self._streams:
-            self._streams[device] = device.stream()
-        stream = self._streams[device]
+        if (where := next(gpus, torch.device("cpu"))) not in self._streams:
+            device = device_of(where)
+            self._streams[where] = device, device.stream()
+        device, stream = self._streams[where]
         device.follow(stream, device.current())
         return device, stream
 

@@ -377,8 +377,8 @@ MUTANTS = (
     Mutant(
         "each save takes a stream",
         "pipetrain/snapshot/saver.py",
-        "        if device not in self._streams:\n",
-        "        if True:\n",
+        '        if (where := next(gpus, torch.device("cpu"))) not in self._streams:\n',
+        '        if (where := next(gpus, torch.device("cpu"))) is not None:\n',
         ("tests/snapshot/test_saver.py", "-k", "one_stream"),
     ),
     Mutant(
