@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from left_over import Watch
-from shares import ROOT, changed_files, in_turn, is_of, this_turn
+from shares import ROOT, always_runs, changed_files, in_turn, this_turn
 
 # Equality bit for bit is promised for one thread: a sum over several has another order.
 # Said before anybody loads torch, whatever the user's own environment says.
@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slow = [item for item in items if item.get_closest_marker("slow")]
     files = changed_files()
     paths = {item: os.path.relpath(item.path, ROOT) for item in slow}
-    always = {item: None for item in slow if is_of(paths[item], files)}
+    always = {item: None for item in slow if always_runs(paths[item], files)}
     due = [*always, *in_turn([item for item in slow if item not in always], num_turns, this_turn())]
     changed = [item for item in slow if paths[item] in files and item not in set(due)]
     for item in changed:

@@ -15,9 +15,9 @@ Row = TypeVar("Row")
 ROOT = Path(__file__).resolve().parents[1]
 # What is pushed at once was written within so many hours: CI sees one commit of it, the last.
 PUSH_HOURS = 3
-# Tests of clusters, of several machines and of the image take minutes. Left: the start of their path; right: the starts of paths of which
-# one has changed if they run in every turn.
-OF_FILES = (
+# Tests of clusters, of several machines and of the Docker image take minutes, so they wait for their turn. But they always run if they may
+# be affected: if a file has changed whose path starts with a text on the right, tests whose path starts with the text on the left run.
+RUN_IF_CHANGED = (
     ("tests/slurm/", ("pipetrain/launcher/", "launch/", "tests/slurm/")),
     ("tests/hosts/test_hosts", ("pipetrain/launcher/", "pipetrain/comm/address", "tests/hosts/")),
     ("tests/hosts/test_network", ("pipetrain/comm/address", "tests/hosts/")),
@@ -36,9 +36,10 @@ def in_turn(rows: Sequence[Row], num_turns: int, turn: int) -> list[Row]:
     return list(rows[turn % num_turns :: num_turns])
 
 
-def is_of(path: str, files: Set[str]) -> bool:
-    """Whether a slow test of the file `path` runs in every turn in which `files` have changed, however long it takes: see OF_FILES."""
-    return any(path.startswith(tests) and any(file.startswith(starts) for file in files) for tests, starts in OF_FILES)
+def always_runs(path: str, changed: Set[str]) -> bool:
+    """Whether slow tests in the file `path` run whatever the turn, because files in `changed` affect them: see RUN_IF_CHANGED."""
+    starts = [start for tests, affecting in RUN_IF_CHANGED if path.startswith(tests) for start in affecting]
+    return any(file.startswith(tuple(starts)) for file in changed)
 
 
 def this_turn() -> int:

@@ -10,7 +10,7 @@ import sys
 import pytest
 from left_over import OTHERS
 from mutants.table import MUTANTS
-from shares import OF_FILES, in_turn, is_of
+from shares import RUN_IF_CHANGED, always_runs, in_turn
 
 TESTS = pathlib.Path(__file__).parent
 SKIPPED = """
@@ -82,11 +82,11 @@ def test_a_turn_has_a_share_of_the_slow_tests(tmp_path: pathlib.Path) -> None:
     ],
 )
 def test_tests_of_clusters_and_images_run_if_what_they_test_changed(path: str, file: str, runs: bool) -> None:
-    assert is_of(path, {"README.md", file}) == runs
+    assert always_runs(path, {"README.md", file}) == runs
 
 
-def test_each_file_that_brings_tests_back_is_there() -> None:
-    for tests, starts in OF_FILES:
+def test_paths_that_decide_what_always_runs_exist() -> None:
+    for tests, starts in RUN_IF_CHANGED:
         for start in (tests, *starts):
             assert list(TESTS.parent.glob(start.rstrip("/") + "*")), start
 

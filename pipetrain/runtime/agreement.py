@@ -248,9 +248,10 @@ class Calls:
         for leaf in leaves:
             if isinstance(leaf, Tensor):
                 key.append((leaf.shape, leaf.dtype, leaf.stride()))
-                continue
-            key.append(type(leaf))
-            plain += [leaf] if is_plain(leaf) else []
+            else:
+                key.append(type(leaf))
+                if is_plain(leaf):
+                    plain.append(leaf)
         number = self._signatures.setdefault(tuple(key), len(self._signatures))
         values = repr(plain)
         self._num_changes += self._values.setdefault(number, values) != values

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 from torch import nn
 
 from pipetrain.plan.plan import Plan
+from pipetrain.runtime.cut import is_number
 from pipetrain.stage.leaves import first_named
 
 _LONGEST_TIMEOUT_SECONDS = 1e9  # some thirty years; threads cannot wait for much longer
 MEAN, SUM = "mean", "sum"  # values of loss_reduction
 _SEEDS = range(-(1 << 63), 1 << 64)  # those that torch.manual_seed takes
-
-
-def is_number(value: Any) -> bool:
-    """Whether `value` is a plain number: not a bool, a text or a tensor."""
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def checked_timeout(seconds: Any) -> float:

@@ -225,6 +225,11 @@ def counts_of(targets: Sequence[Any], count_fn: CountFn) -> list[int | float]:
     return [_count(number, target, count_fn) for number, target in enumerate(targets)]
 
 
+def is_number(value: Any) -> bool:
+    """Whether `value` is a plain number: not a bool, a text or a tensor."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 def _count(microbatch: int, target: Any, count_fn: CountFn) -> int | float:
     try:
         found = count_fn(target)
@@ -232,9 +237,7 @@ def _count(microbatch: int, target: Any, count_fn: CountFn) -> int | float:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"count_fn failed on the target of microbatch {microbatch}: {reason}") from error
     value: Any = found.item() if isinstance(found, Tensor) and found.dim() == 0 else found
-    # A bool is a number in Python, but as a count most likely any() in place of sum().
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if is_number and 0 <= value < math.inf:
+    if is_number(value) and 0 <= value < math.inf:  # a bool is most likely any() in place of sum()
         return int(value) if isinstance(value, numbers.Integral) else float(value)
     shown = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) and found.dim() else repr(found)
     raise ValueError(

@@ -20,8 +20,9 @@ from pipetrain.comm.chain import Chain
 from pipetrain.comm.forms import Form
 from pipetrain.comm.transport import Transport
 from pipetrain.plan.plan import Plan, whole_number
-from pipetrain.runtime.arguments import checked_seed, is_number
+from pipetrain.runtime.arguments import checked_seed
 from pipetrain.runtime.assembly import Assembly
+from pipetrain.runtime.cut import is_number
 from pipetrain.runtime.executor import Executor, Step
 from pipetrain.runtime.program import Program
 from pipetrain.schedule.op import Op

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.comm.device import Fetch
-from pipetrain.runtime.arguments import is_number
+from pipetrain.runtime.cut import is_number
 from pipetrain.schedule.op import Op
 
 # Smaller gradients are copied into one buffer and stay there. A larger one is summed alone: the copy would take longer than its message.

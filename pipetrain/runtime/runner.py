@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from pipetrain.runtime.cut import (
     CountFn,
     checked_rows,
     count_targets,
+    is_number,
     rows_fault,
     shares_of_rows,
     slices,
@@ -266,8 +266,7 @@ class CallRunner:
 
 def mistake_in_step(scale: Any) -> str | None:
     """Return why a step may not run now: `scale` is invalid, or gradients are switched off. None: it may."""
-    is_number = isinstance(scale, Real) and not isinstance(scale, bool)
-    if not is_number or not math.isfinite(scale) or scale == 0:
+    if not is_number(scale) or not math.isfinite(scale) or scale == 0:
         return f"step was given scale={scale!r}: a finite number other than 0 is needed, as it multiplies the gradients"
     if torch.is_grad_enabled():
         return None

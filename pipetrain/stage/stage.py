@@ -425,7 +425,7 @@ class Stage:
         held = self._held.pop(microbatch)
         if held.loss is not None:
             gradients = (torch.full(held.loss[0], scale, dtype=held.loss[1], device=self.device),)
-        roots: list[GradientEdge] = []  # (`list[GradientEdge]()` takes ten times as long)
+        roots: list[GradientEdge] = []  # (`list[GradientEdge]()` takes twenty times as long)
         seeds: list[Tensor] = []
         for root, seed in zip(held.roots, gradients):
             if root is not None and seed is not None:

@@ -195,7 +195,7 @@ MUTANTS = (
     Mutant(
         "a count is taken as it comes",
         "pipetrain/runtime/cut.py",
-        "    if is_number and 0 <= value < math.inf:\n"
+        "    if is_number(value) and 0 <= value < math.inf:  # a bool is most likely any() in place of sum()\n"
         "        return int(value) if isinstance(value, numbers.Integral) else float(value)",
         "    return found",
         ("tests/runtime/test_counting.py", "-k", "no_count"),

@@ -209,7 +209,7 @@ def test_without_ortools_rules_are_changed(monkeypatch: pytest.MonkeyPatch) -> N
     assert climb(problem, effort, cell.goal).seconds == found.seconds, "the same effort, the same order"
 
 
-def test_a_named_family_with_an_r_where_the_search_has_none_is_a_start() -> None:
+def test_the_search_may_start_from_a_schedule_that_recomputes_a_stage_which_it_keeps() -> None:
     """A stage with a slot for each of its sets has no R in the model of the search; the family that is best so far may have one."""
     costs = Costs.spread(4, hop=2.0)
     costs = dataclasses.replace(costs, forward=(1, 3, 1, 1), backward=(2, 2, 3, 2), recompute=(1, 1, 1, 1))
