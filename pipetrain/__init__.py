@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipetrain.schedule.schedule import Schedule
     from pipetrain.schedule.simulate import simulate
     from pipetrain.snapshot.own_loop import load, save
-    from pipetrain.stage.added_losses import add_loss
+    from pipetrain.stage.microbatch import add_loss
 
 __version__ = "0.1.0"
 
@@ -41,7 +41,7 @@ _HOME = {
     "simulate": "pipetrain.schedule.simulate",
     "bound": "pipetrain.schedule.bound",
     "reference_step": "pipetrain.runtime.reference",
-    "add_loss": "pipetrain.stage.added_losses",
+    "add_loss": "pipetrain.stage.microbatch",
     "load": "pipetrain.snapshot.own_loop",
     "save": "pipetrain.snapshot.own_loop",
     "batches": "pipetrain.data.own",

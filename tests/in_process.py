@@ -15,9 +15,10 @@ from rounding import rounding
 from torch import Tensor, nn
 from wires import Choose, Edges, Log, Meeting, Theatre
 
+from pipetrain.comm.crossing import cross
 from pipetrain.comm.device import CpuDevice, Event
 from pipetrain.comm.failure import FailureBoard, Monitor
-from pipetrain.comm.forms import Form, cross
+from pipetrain.comm.forms import Form
 from pipetrain.comm.lanes import Lanes
 from pipetrain.comm.transport import Transport
 from pipetrain.runtime.executor import Executor, Step

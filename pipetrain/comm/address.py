@@ -32,8 +32,7 @@ def is_rank() -> bool:
 def wait_for(host: str, port: int, timeout_seconds: float) -> float:
     """Wait until something listens at the address; returns after how many seconds it did.
 
-    Raises:
-        Unreachable: nothing did within `timeout_seconds`, or `host` has no address.
+    Raises Unreachable: nothing did within `timeout_seconds`, or `host` has no address.
     """
     start = time.monotonic()
     while True:
@@ -51,8 +50,7 @@ def listener_at(host: str, port: int) -> socket.socket | None:
     """A socket for the other ranks, which know this machine as `host`: nobody reaches it from another network. None where `host` is no IPv4
     address of an interface; a name may lead to another address elsewhere, so whoever listens has to do so at all of them.
 
-    Raises:
-        Unreachable: another process listens there.
+    Raises Unreachable: another process listens there.
     """
     found = interface_to(host)
     own = host if found is not None and found[1] == host else ""
@@ -103,8 +101,7 @@ def _interface_of(address: str) -> str | None:
 def check_a_port_is_free() -> None:
     """Checks that this machine has a port left for the ranks.
 
-    Raises:
-        ValueError: all are taken.
+    Raises ValueError: all are taken.
     """
     try:
         with socket.socket() as listener:

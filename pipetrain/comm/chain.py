@@ -68,16 +68,14 @@ class Chain:
     def down(self, hand_on: HandOn, what: str) -> bytes:
         """From rank 0 to the last. Returns what this rank handed on.
 
-        Raises:
-            PipelineError: the rank before called something else, is gone, or did not come within the time-out.
+        Raises PipelineError: the rank before called something else, is gone, or did not come within the time-out.
         """
         return _pass_on(self._before, self._after, hand_on, what)
 
     def up(self, hand_on: HandOn, what: str) -> bytes:
         """From the last rank to rank 0. Returns what this rank handed on.
 
-        Raises:
-            PipelineError: the rank after called something else, is gone, or did not come within the time-out.
+        Raises PipelineError: the rank after called something else, is gone, or did not come within the time-out.
         """
         return _pass_on(self._after, self._before, hand_on, what)
 
@@ -108,8 +106,7 @@ class Chain:
     def wait_sent(self, what: str) -> None:
         """Wait until the neighbours have taken what this rank sent: then it may end, and nothing is lost.
 
-        Raises:
-            PipelineError: one of them is gone, or did not take it.
+        Raises PipelineError: one of them is gone, or did not take it.
         """
         for neighbour in self._neighbours:
             neighbour.wait_sent(what)
@@ -188,8 +185,7 @@ class Neighbour:
         """Waits only where the neighbour has not taken some earlier messages yet. `what` travels along, so that two ranks that
         call different methods find out.
 
-        Raises:
-            PipelineError: the neighbour is gone, or did not take them.
+        Raises PipelineError: the neighbour is gone, or did not take them.
         """
         self.wait_sent(what, _MOST_UNSENT - 1)
         label = what.encode()
@@ -202,8 +198,7 @@ class Neighbour:
     def wait_sent(self, what: str, most_unsent: int = 0) -> None:
         """Wait until the neighbour has taken all that was sent, but for `most_unsent` messages.
 
-        Raises:
-            PipelineError: the neighbour is gone, or did not take them.
+        Raises PipelineError: the neighbour is gone, or did not take them.
         """
         self._monitor.wait(
             lambda: self._num_given - self._num_sent <= most_unsent,
@@ -211,11 +206,7 @@ class Neighbour:
         )
 
     def receive(self, what: str) -> bytes:
-        """What the neighbour sent as `what`.
-
-        Raises:
-            PipelineError: the neighbour sent something else, is gone, or did not come.
-        """
+        """What the neighbour sent as `what`. Raises PipelineError: the neighbour sent something else, is gone, or did not come."""
         frame = self._receive(_FRAME_BYTES, what)
         size, length = _HEAD.unpack_from(frame)
         start = _HEAD.size + length

@@ -74,8 +74,7 @@ class Grid:
 def grid_of(num_ranks: int, num_replicas: int, order: str = REPLICA_STAGE) -> Grid:
     """`num_ranks` ranks as replicas of equal size.
 
-    Raises:
-        ValueError: they make none; with the nearest numbers that do.
+    Raises ValueError: they make none; with the nearest numbers that do.
     """
     if order not in ORDERS:
         raise ValueError(f"parallel.order={order!r}: allowed are {' and '.join(ORDERS)}")

@@ -109,8 +109,7 @@ def make_pair(store: Store, name: str, place: int, peer: str, monitor: Monitor, 
     """A communicator with `peer`; or of more ranks for sums, where each connects to those before and after it alone. `name` is unique and
     the same on all; `place` counts from 0; `peer` says who the others are.
 
-    Raises:
-        PipelineError: another rank did not come within the time-out of `monitor`, or is gone.
+    Raises PipelineError: another rank did not come within the time-out of `monitor`, or is gone.
     """
     timeout = timedelta(seconds=monitor.timeout_seconds)
     try:

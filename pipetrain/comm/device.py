@@ -67,8 +67,7 @@ class CpuDevice:
     def stream(self, *, priority: int = LOW) -> Stream:  # noqa: ARG002
         """A stream that nobody else has.
 
-        Raises:
-            RuntimeError: there is none left.
+        Raises RuntimeError: there is none left.
         """
         return None
 
@@ -279,8 +278,7 @@ def fetch(tensor: Tensor, what: str, device: Device, monitor: Monitor) -> Tensor
     `.item()` would sit in the driver until then, or for ever where another rank is gone: nobody could say which. Here the
     host asks again and again whether the copy has happened, and looks meanwhile whether another rank has failed.
 
-    Raises:
-        PipelineError: another rank failed or is gone, or `timeout_seconds` passed.
+    Raises PipelineError: another rank failed or is gone, or `timeout_seconds` passed.
     """
     if not device.runs_ahead:
         return tensor
@@ -322,8 +320,7 @@ def choose_device(device: torch.device | str | None, *, shares_gpus: bool = Fals
 
     With `shares_gpus` several ranks may have one GPU, in turn: where there is any, each rank has one.
 
-    Raises:
-        ValueError: `device` is neither the CPU nor a GPU.
+    Raises ValueError: `device` is neither the CPU nor a GPU.
     """
     set_variables_of_gpus()
     chosen: torch.device | None

@@ -188,16 +188,14 @@ class Monitor:
     def wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         """Wait until `ready()`; `what()` says what for, as in `rank 2 waits in 2RECV_B3 from rank 3`.
 
-        Raises:
-            PipelineError: another rank failed or is gone, or `timeout_seconds` passed.
+        Raises PipelineError: another rank failed or is gone, or `timeout_seconds` passed.
         """
         self._wait(ready, what, (_POLL_SECONDS,), _RANK_HANGS)
 
     def wait_polling(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         """As `wait`, for what nobody tells of, such as an event of a device: `ready` is asked again and again.
 
-        Raises:
-            PipelineError: as `wait`, and where the pipeline has failed before: what the device has then is worth nothing.
+        Raises PipelineError: as `wait`, and where the pipeline has failed before: what the device has then is worth nothing.
         """
         self._wait(ready, what, _PAUSES_SECONDS, _DEVICE_HANGS)
         if self.failure is not None:

@@ -45,8 +45,7 @@ class Group:
 
     As a context manager it closes at the end of the block; after an error in the block it sends that to the other ranks instead.
 
-    Raises:
-        PipelineError: a neighbouring rank could not be met within `timeout_seconds`.
+    Raises PipelineError: a neighbouring rank could not be met within `timeout_seconds`.
     """
 
     def __init__(
@@ -145,8 +144,7 @@ class Group:
         """The grid as torch.distributed knows it, with the dimensions `replica` and `stage`. Made when it is first asked for, which is
         collective.
 
-        Raises:
-            RuntimeError: torch.distributed was not initialised, as for a rank alone.
+        Raises RuntimeError: torch.distributed was not initialised, as for a rank alone.
         """
         if self._mesh is None:
             if not dist.is_initialized():

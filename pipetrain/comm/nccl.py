@@ -108,8 +108,7 @@ class NcclEnd(_NcclGroup):
     def hear(self, op: Op) -> Form:
         """The next form that the other rank tells.
 
-        Raises:
-            PipelineError: it does not, or another rank has failed.
+        Raises PipelineError: it does not, or another rank has failed.
         """
         came: list[Form] = []
 

@@ -155,8 +155,7 @@ class _ReceivingSlot(_Slot):
 def _wait(is_over: Callable[[], bool], monitor: Monitor) -> None:
     """Wait on the thread of a courier; whoever waits for its message has a time-out.
 
-    Raises:
-        PipelineError: the pipeline has failed meanwhile.
+    Raises PipelineError: the pipeline has failed meanwhile.
     """
     while not is_over():
         if monitor.failure is not None:

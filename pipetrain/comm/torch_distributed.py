@@ -117,8 +117,7 @@ def store_of_this_attempt(timeout: timedelta) -> Store:
     rank that finds them first connects to nobody. On several nodes the agents do not count restarts alike, so the number
     cannot be used; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun take a new store.
 
-    Raises:
-        PipelineError: there is no store at MASTER_ADDR and MASTER_PORT.
+    Raises PipelineError: there is no store at MASTER_ADDR and MASTER_PORT.
     """
     store = _store(timeout)
     return PrefixStore(name_of_attempt(), store) if _on_one_node() else store
@@ -250,8 +249,7 @@ def _missing(store: Store, rank: int, num_ranks: int, timeout_seconds: float) ->
 def check_mesh(mesh: object) -> DeviceMesh:
     """`mesh`, if it is one that a pipeline can have.
 
-    Raises:
-        ValueError: it has other dimensions, more than one part of a tensor, or ranks that do not count up.
+    Raises ValueError: it has other dimensions, more than one part of a tensor, or ranks that do not count up.
     """
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(

@@ -68,6 +68,7 @@ class Transport:
         self.ended: deque[tuple[Op, Callable[[], None]]] = deque()  # and what its end still has to launch
         self._forms: dict[Op, Form] = {}
         self._described = (True, True)
+        self.has_peers = edges is not None  # False: one process, so no op of it is a transfer
         if edges is not None:
             self._connect(stage_ranks, edges)
             self._connect_reducers(stage_ranks, edges, tied, replicas or [stage_ranks])
@@ -187,8 +188,7 @@ class Transport:
         On a device it is called on the stream of the queue, which comes after the ops that made them: so do copies of them
         that are made here, and the SEND comes after the copies.
 
-        Raises:
-            PipelineError: another form than in earlier steps.
+        Raises PipelineError: another form than in earlier steps.
         """
         end = self._messages[op.stage, op.kind]
         form, tensors = pack(leaves, wants_gradient, spec, fixed)
@@ -280,8 +280,7 @@ def make_edges(
 ) -> Edges:
     """The library that carries the messages, as `carrier_of` says. `store` is that of this replica, `of_all` that of all ranks.
 
-    Raises:
-        ValueError: `edges` names one that there is not here.
+    Raises ValueError: `edges` names one that there is not here.
     """
     carrier = carrier_of(edges, device)
     if carrier == NCCL:
@@ -295,8 +294,7 @@ def make_edges(
 def carrier_of(edges: str, device: torch.device) -> str:
     """What `edges` (`auto`, `nccl` or `pinned`) means where ranks compute on `device`: `gloo`, `nccl` or `pinned`.
 
-    Raises:
-        ValueError: it cannot be had here; with the key and what to use instead.
+    Raises ValueError: it cannot be had here; with the key and what to use instead.
     """
     if edges == PINNED:
         return PINNED

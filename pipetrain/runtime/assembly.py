@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from pipetrain.comm.crossing import cross
 from pipetrain.comm.device import Fetch, fetch
-from pipetrain.comm.forms import cross
 from pipetrain.comm.group import Group
 from pipetrain.comm.lanes import Lanes
 from pipetrain.models.sharing import SharedState

@@ -63,8 +63,7 @@ class HostPool:
         """Take the smallest free slab of at least `num_bytes` that `may_use` allows, for the set of `op` or its part. If all are too small,
         the largest is replaced by a larger one. Thread-safe.
 
-        Raises:
-            ValueError: the pool would exceed its limit.
+        Raises ValueError: the pool would exceed its limit.
         """
         with self._lock:
             return self._take((op.stage, op.part), num_bytes, may_use)

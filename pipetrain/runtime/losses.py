@@ -28,7 +28,7 @@ from pipetrain.comm.failure import PipelineError
 from pipetrain.runtime.arguments import MEAN
 from pipetrain.runtime.cut import CountFn, counts_of, weights_of
 from pipetrain.runtime.executor import Step
-from pipetrain.stage.added_losses import WithLosses
+from pipetrain.stage.microbatch import WithLosses
 from pipetrain.stage.stage import LossFn
 
 # The most bytes of outputs that are kept for the check; the first output is kept whatever its size.

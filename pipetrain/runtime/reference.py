@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipetrain.runtime.cut import counts_of, cut, num_rows, weights_of
-from pipetrain.stage.added_losses import AddedLosses
+from pipetrain.stage.microbatch import AddedLosses
 from pipetrain.stage.seeding import generators_restored, mix, seed_generators
 
 

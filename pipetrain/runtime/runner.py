@@ -208,7 +208,8 @@ class CallRunner:
             self.trained = program.schedule
         else:
             program = self._programs.inference(call.num_microbatches)
-        self.transport.start_step(call.forms, described=call.described)
+        if self.transport.has_peers:
+            self.transport.start_step(call.forms, described=call.described)
         with ExitStack() as around:
             around.enter_context(generators_restored(self._group.device))
             if step.with_graph:

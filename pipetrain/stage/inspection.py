@@ -29,12 +29,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipetrain.stage.added_losses import AddedLosses
 from pipetrain.stage.casts import has_compiled
 from pipetrain.stage.errors import LayerRefused, refuses_hooks
 from pipetrain.stage.leaves import is_sharded
-from pipetrain.stage.microbatch import StageLocal, through_gate
-from pipetrain.stage.proof import checksum, describe_difference, differ
+from pipetrain.stage.microbatch import AddedLosses, StageInput, StageLocal, through_gate
+from pipetrain.stage.proof import describe_difference, differ
+from pipetrain.stage.recompute import checksum
 from pipetrain.stage.slots import LateBoundSet
 from pipetrain.stage.split_backward import Deferral
 from pipetrain.stage.split_linear import split_layer
@@ -42,7 +42,6 @@ from pipetrain.stage.tensor_copies import copy_of, is_dense, storage_key
 from pipetrain.stage.traces import Look, first_change, holds_outside, outer_traces, own_traces, rebound_outside
 
 if TYPE_CHECKING:
-    from pipetrain.stage.microbatch import StageInput
     from pipetrain.stage.stage import Stage
 
 _INSIDE = "takes a gradient inside its forward"

@@ -6,15 +6,19 @@ Parameters, buffers, and casts of parameters that all sets share do not count.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 
 import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipetrain.stage.tensor_copies import parts_of, storage_key
+
+_KEY = attrgetter("_cdata")  # of a storage
 
 
 def storages_of(tensor: Tensor) -> list[UntypedStorage]:
@@ -54,7 +58,7 @@ class ActivationMeter:
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Do not count the storages of `tensors`, the parameters and buffers of the rank."""
-        self._weights = frozenset(storage._cdata for tensor in tensors for storage in storages_of(tensor))
+        self._weights = frozenset(map(_KEY, itertools.chain.from_iterable(map(storages_of, tensors))))
 
     def leave_out(self, storage: int) -> None:
         """Do not count this storage until `count_again`: a weight's cast stays allocated, whoever holds it."""

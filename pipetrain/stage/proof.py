@@ -8,26 +8,19 @@
 So memory holds one set, R's tensors of one layer, and those that differ. A check at the time of saving would be too early: an
 operation may still fill a tensor that it has saved, and a later layer may change one through `.data`. B reads a tensor as it is at
 the end of F (if F filled the slots) or of R. The proof also finds where later Rs may end (`Stop`).
-
-The witness compares F and R of one microbatch per stage in each later step, by a checksum of the saved tensors of each layer. The
-next step takes the next microbatch. F of this microbatch also checks that no layer changes its attributes. So if R of a layer starts
-to differ from F, an error says so after at most as many steps as there are microbatches. The witness runs only on a CPU (on a GPU
-the bits of a kernel may differ from run to run), and not on a stage whose R must run to `Stop.AT_END`.
 """
 
 from __future__ import annotations
 
 import enum
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.testing._comparison import default_tolerances
 
 from pipetrain.stage.tensor_copies import parts_of
-from pipetrain.stage.traces import Look, attributes_of, first_change
 
 if TYPE_CHECKING:
     from pipetrain.stage.meter import ActivationMeter
@@ -116,12 +109,12 @@ def _parts(found: Tensor, expected: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Pairs of strided tensors to compare; none if the two share memory, may be workspaces, or cannot be compared."""
     may_be_passed_over = found.layout is torch.strided  # no part of a sparse tensor
     for one, other in () if found.is_nested else zip(parts_of(found), parts_of(expected)):
-        is_passed_over = may_be_passed_over and (_is_workspace(one) or _share_memory(one, other))
+        is_passed_over = may_be_passed_over and (is_workspace(one) or _share_memory(one, other))
         if one.layout is torch.strided and not is_passed_over:  # opaque layouts (mkldnn) have no comparison
             yield one, other
 
 
-def _is_workspace(tensor: Tensor) -> bool:
+def is_workspace(tensor: Tensor) -> bool:
     """Whether a tensor may be a library's workspace (oneDNN, cuDNN), which is not compared: gaps between its values stay unwritten."""
     return tensor.dtype is torch.uint8 and tensor.dim() == 1
 
@@ -145,63 +138,3 @@ def _mask(found: Tensor, expected: Tensor) -> Tensor | None:
     are_close = found == expected if found.is_quantized else torch.isclose(found, expected, *tolerances, equal_nan=True)
     mask = ~are_close
     return mask if bool(mask.any()) else None
-
-
-# Later steps ----------------------------------------------------------------------------------------------------------
-
-
-class Witness:
-    """The checksums of one set, by layer. `watched` has, per layer, the modules that may have state in attributes, with their names.
-
-    F takes a checksum at the end of each layer, because an operation may fill a tensor that it has saved already. Parameters are skipped:
-    R compares their versions.
-    """
-
-    def __init__(self, watched: Sequence[Sequence[tuple[str, nn.Module]]] = ()) -> None:
-        self._watched = watched
-        self._look: Look | None = None  # attributes of the layer that F is in, from before it ran
-        self._slots: list[int] | None = None  # of that layer; None: F has not begun
-        self._tensors: list[Tensor] = []  # that F has saved for these slots
-        self._layers: list[tuple[list[int], int]] = []  # slots and checksum of each earlier layer
-
-    def see(self, slot: int, tensor: Tensor) -> None:
-        """Note a tensor that F saves in the layer that it is in."""
-        assert self._slots is not None
-        if type(tensor) is not nn.Parameter and type(tensor._base) is not nn.Parameter:
-            self._slots.append(slot)
-            self._tensors.append(tensor)
-
-    def turn(self, layer: int | None) -> str | None:
-        """End the layer that F was in: take its checksum and drop its tensors. Then begin `layer` (None: F ends, or R does not run this
-        layer). Returns the first attribute that the ended layer changed, if any. (Not the glossary's *turn*, an op.)"""
-        look, self._look, name = self._look, None, None
-        if self._slots is not None:
-            self._layers.append((self._slots, checksum(self._tensors)))
-            if look is not None:
-                name = first_change(look, attributes_of(self._watched[len(self._layers) - 1]))
-        self._slots = []
-        self._tensors.clear()
-        if layer is not None and layer < len(self._watched) and self._watched[layer]:
-            self._look = attributes_of(self._watched[layer])
-        return name
-
-    def first_difference(self, slots: Sequence[Slot]) -> int | None:
-        """The first layer for which R has filled the slots with other values than F saved; None: all values are the same."""
-        for layer, (numbers, expected) in enumerate(self._layers):
-            tensors = [tensor for number in numbers if (tensor := slots[number].tensor) is not None]
-            if checksum(tensors) != expected:
-                return layer
-        return None
-
-
-def checksum(tensors: Iterable[Tensor]) -> int:
-    """CRC-32 of the bits of some tensors, one after the other. Workspaces and sparse, nested or quantized tensors are skipped."""
-    found = 0
-    for tensor in tensors:
-        is_workspace = tensor.dtype is torch.uint8 and _is_workspace(tensor)
-        if tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or is_workspace):
-            plain = tensor.detach().contiguous()
-            if plain.dtype is torch.bfloat16:  # which numpy does not know
-                plain = plain.view(torch.int16)
-            found = zlib.crc32(plain.numpy(force=True).data, found)
-    return found

@@ -2,17 +2,25 @@
 
 pack(t)   t fills the next slot, if F saved such a tensor there (by shape, dtype, and the operation that made it)
 the end   at the last slot, at the end of its layer, or at the end of the stage (see `Stop`); no backward runs R's graph
+
+The witness compares F and R of one microbatch per stage in each later step, by a checksum of the saved tensors of each layer. The
+next step takes the next microbatch. F of this microbatch also checks that no layer changes its attributes. So if R of a layer starts
+to differ from F, an error says so after at most as many steps as there are microbatches. The witness runs only on a CPU (on a GPU
+the bits of a kernel may differ from run to run), and not on a stage whose R must run to `Stop.AT_END`.
 """
 
 from __future__ import annotations
 
+import zlib
 from bisect import bisect_right
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from types import NoneType
 from typing import Any, NoReturn
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipetrain.stage.errors import (
@@ -26,9 +34,10 @@ from pipetrain.stage.errors import (
 )
 from pipetrain.stage.meter import SetSize
 from pipetrain.stage.microbatch import NODE_WITHOUT_BACKWARD
-from pipetrain.stage.proof import Stop
+from pipetrain.stage.proof import Stop, is_workspace
 from pipetrain.stage.selective import beside_mode
-from pipetrain.stage.slots import LateBoundSet, both
+from pipetrain.stage.slots import LateBoundSet, Slot, both
+from pipetrain.stage.traces import Look, attributes_of, first_change
 
 
 class SetComplete(BaseException):
@@ -204,3 +213,66 @@ class Recompute:
             return saved_changed(where, shape, "after its forward, before it was recomputed")
         what = as_text(self._signatures[slot.number])
         return mismatch(self._late.name_of(self._late.layer_of(slot.number)), f"saves {what} with other values: {how}")
+
+
+_TENSOR = attrgetter("tensor")
+
+
+# Later steps ----------------------------------------------------------------------------------------------------------
+
+
+class Witness:
+    """The checksums of one set, by layer. `watched` has, per layer, the modules that may have state in attributes, with their names.
+
+    F takes a checksum at the end of each layer, because an operation may fill a tensor that it has saved already. Parameters are skipped:
+    R compares their versions.
+    """
+
+    def __init__(self, watched: Sequence[Sequence[tuple[str, nn.Module]]] = ()) -> None:
+        self._watched = watched
+        self._look: Look | None = None  # attributes of the layer that F is in, from before it ran
+        self._slots: list[int] | None = None  # of that layer; None: F has not begun
+        self._tensors: list[Tensor] = []  # that F has saved for these slots
+        self._layers: list[tuple[list[int], int]] = []  # slots and checksum of each earlier layer
+
+    def see(self, slot: int, tensor: Tensor) -> None:
+        """Note a tensor that F saves in the layer that it is in."""
+        assert self._slots is not None
+        if type(tensor) is not nn.Parameter and type(tensor._base) is not nn.Parameter:
+            self._slots.append(slot)
+            self._tensors.append(tensor)
+
+    def turn(self, layer: int | None) -> str | None:
+        """End the layer that F was in: take its checksum and drop its tensors. Then begin `layer` (None: F ends, or R does not run this
+        layer). Returns the first attribute that the ended layer changed, if any. (Not the glossary's *turn*, an op.)"""
+        look, self._look, name = self._look, None, None
+        if self._slots is not None:
+            self._layers.append((self._slots, checksum(self._tensors)))
+            if look is not None:
+                name = first_change(look, attributes_of(self._watched[len(self._layers) - 1]))
+        self._slots = []
+        self._tensors.clear()
+        if layer is not None and layer < len(self._watched) and self._watched[layer]:
+            self._look = attributes_of(self._watched[layer])
+        return name
+
+    def first_difference(self, slots: Sequence[Slot]) -> int | None:
+        """The first layer for which R has filled the slots with other values than F saved; None: all values are the same."""
+        for layer, (numbers, expected) in enumerate(self._layers):
+            if checksum(map(_TENSOR, map(slots.__getitem__, numbers))) != expected:
+                return layer
+        return None
+
+
+def checksum(tensors: Iterable[Tensor | None]) -> int:
+    """CRC-32 of the bits of some tensors, one after the other. Workspaces and sparse, nested or quantized tensors are skipped."""
+    found = 0
+    for tensor in tensors:
+        if tensor is None or (tensor.dtype is torch.uint8 and is_workspace(tensor)):
+            continue
+        if tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized):
+            plain = tensor.detach().contiguous()
+            if plain.dtype is torch.bfloat16:  # which numpy does not know
+                plain = plain.view(torch.int16)
+            found = zlib.crc32(plain.numpy(force=True).data, found)
+    return found

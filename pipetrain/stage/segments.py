@@ -24,9 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipetrain.stage.added_losses import AddedLosses
 from pipetrain.stage.host_set import HostSet
-from pipetrain.stage.microbatch import StageInput, StageOutput, without_local
+from pipetrain.stage.microbatch import AddedLosses, StageInput, StageOutput, without_local
 from pipetrain.stage.past import Past, run_cached
 from pipetrain.stage.stage import LossFn, Stage
 from pipetrain.stage.tensor_copies import storage_key

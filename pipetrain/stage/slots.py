@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -28,9 +28,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipetrain.stage.casts import WeightCasts
 from pipetrain.stage.errors import RecomputeMismatch, Signature, mismatch, saved_changed
 from pipetrain.stage.meter import ActivationMeter, CountedBytes, SetSize
-from pipetrain.stage.proof import Proof, Witness
+from pipetrain.stage.proof import Proof
 from pipetrain.stage.selective import KeptOutputs, Selection
 from pipetrain.stage.tensor_copies import copy_of_storage, storage_key, view_into
+
+if TYPE_CHECKING:
+    from pipetrain.stage.recompute import Witness
 
 
 class NeedsGradientInside(BaseException):

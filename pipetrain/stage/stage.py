@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 
-from pipetrain.stage.added_losses import AddedLosses
 from pipetrain.stage.casts import WeightCasts
 from pipetrain.stage.errors import (
     LOSS_WITHOUT_GRADIENT,
@@ -30,6 +29,7 @@ from pipetrain.stage.layer_state import NOTHING_BEFORE, Before, LayerState
 from pipetrain.stage.leaves import LeafWatch, NameOf
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.microbatch import (
+    AddedLosses,
     Entry,
     Held,
     MicrobatchKind,
@@ -40,8 +40,8 @@ from pipetrain.stage.microbatch import (
     lent_storages,
     without_local,
 )
-from pipetrain.stage.proof import Proof, Stop, Witness
-from pipetrain.stage.recompute import Recompute, SetComplete
+from pipetrain.stage.proof import Proof, Stop
+from pipetrain.stage.recompute import Recompute, SetComplete, Witness
 from pipetrain.stage.selective import Selection, Wanted
 from pipetrain.stage.slots import LateBoundSet
 from pipetrain.stage.split_backward import Deferral, DeferredWeights

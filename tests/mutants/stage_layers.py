@@ -124,7 +124,7 @@ MUTANTS = (
     ),
     Mutant(
         "attributes that begin to change go unseen",
-        "pipetrain/stage/proof.py",
+        "pipetrain/stage/recompute.py",
         "                name = first_change(look,",
         "                name = None and first_change(look,",
         ("tests/runtime/test_kept_layers.py", "-k", "attribute_that_begins"),
@@ -145,7 +145,7 @@ MUTANTS = (
     ),
     Mutant(
         "a checksum does not see the order",
-        "pipetrain/stage/proof.py",
+        "pipetrain/stage/recompute.py",
         "            found = zlib.crc32(plain.numpy(force=True).data, found)\n",
         "            found += int(plain.numpy(force=True).sum())\n",
         ("tests/runtime/test_kept_layers.py", "-k", "checksum"),
@@ -208,14 +208,14 @@ MUTANTS = (
     ),
     Mutant(
         "what a layer adds stays in its stage",
-        "pipetrain/stage/added_losses.py",
+        "pipetrain/stage/microbatch.py",
         "        return WithLosses(output, self._sum()) if self.losses else output",
         "        return output",
         ("tests/runtime/test_added_losses.py", "-k", "on_one_rank or evaluate"),
     ),
     Mutant(
         "what was added changes with the layer's own tensor",
-        "pipetrain/stage/added_losses.py",
+        "pipetrain/stage/microbatch.py",
         "        in_force.of_layer.append(loss.clone())",
         "        in_force.of_layer.append(loss)",
         ("tests/runtime/test_added_losses.py", "-k", "in_place"),

@@ -19,7 +19,7 @@ from pipetrain.runtime.reference import reference_step
 from pipetrain.schedule.policy import RecomputePolicy
 from pipetrain.stage.errors import RecomputeMismatch
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.proof import checksum
+from pipetrain.stage.recompute import checksum
 from pipetrain.stage.stage import Stage
 
 M = 4

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from entries.entry import WIDTH, Entry, block, dense, rows, square, stack
 from pipetrain.runtime.cut import Whole
-from pipetrain.stage.added_losses import add_loss
+from pipetrain.stage.microbatch import add_loss
 from pipetrain.verify.beside_loop import Batch, Verdict
 
 # What layers hand on --------------------------------------------------------------------------------------------------
