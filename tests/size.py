@@ -34,7 +34,7 @@ ROOMS = {
     "runtime": 4915,
     "schedule": 5897,
     "snapshot": 1402,
-    "stage": 4796,
+    "stage": 4797,
     "train.py": 318,
     "trainer": 1494,
     "verify": 1074,

@@ -102,9 +102,10 @@ def detached(outputs: Any, roots: list[GradientEdge | None]) -> StageOutput:
             done[id(leaf)] = leaf.detach()
         if is_tensor and leaf.requires_grad:
             node = leaf.grad_fn
-            has_own_edge = node is None or isinstance(node, torch._C._FunctionBase)  # which must own the graph
-            # Else the same as `get_gradient_edge`, in half of its time.
-            edge = get_gradient_edge(leaf) if has_own_edge else GradientEdge(node, leaf.output_nr)
+            if node is None or isinstance(node, torch._C._FunctionBase):  # its edge must own the graph
+                edge = get_gradient_edge(leaf)
+            else:  # the same, in half of the time
+                edge = GradientEdge(node, leaf.output_nr)
         results.append(done[id(leaf)] if is_tensor else leaf)
         wants.append(edge is not None)
         roots.append(edge)
