@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from left_over import Watch
-from shares import ROOT, always_runs, changed_files, in_turn, this_turn
+from shares import ROOT, always_runs, changed_files, in_turn, long_first, this_turn
 
 # Equality bit for bit is promised for one thread: a sum over several has another order.
 # Said before anybody loads torch, whatever the user's own environment says.
@@ -66,13 +66,19 @@ def pytest_pycollect_makeitem(name: str) -> Generator[None, Any, Any]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what has no turn in this run."""
+    """Leaves out what has no turn in this run, and begins with what takes longest."""
     num_turns = config.getoption("--turns")
-    if num_turns == 1:
-        return
     slow = [item for item in items if item.get_closest_marker("slow")]
-    files = changed_files()
     paths = {item: os.path.relpath(item.path, ROOT) for item in slow}
+    chosen = slow if num_turns == 1 else _with_a_turn(config, slow, paths, num_turns)
+    order = long_first([paths[item] for item in chosen], int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    items[:] = [item for item in items if item not in paths] + [chosen[index] for index in order]
+
+
+def _with_a_turn(
+    config: pytest.Config, slow: list[pytest.Item], paths: dict[pytest.Item, str], num_turns: int
+) -> list[pytest.Item]:
+    files = changed_files()
     always = {item: None for item in slow if always_runs(paths[item], files)}
     due = [*always, *in_turn([item for item in slow if item not in always], num_turns, this_turn())]
     changed = [item for item in slow if paths[item] in files and item not in set(due)]
@@ -80,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.stash[_in_time] = True
     chosen = due + changed
     config.hook.pytest_deselected(items=[item for item in slow if item not in set(chosen)])
-    items[:] = [item for item in items if item not in set(slow)] + chosen
+    return chosen
 
 
 def pytest_collection_finish() -> None:

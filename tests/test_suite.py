@@ -10,7 +10,7 @@ import sys
 import pytest
 from left_over import OTHERS
 from mutants.table import MUTANTS
-from shares import RUN_IF_CHANGED, always_runs, in_turn
+from shares import RUN_IF_CHANGED, always_runs, in_turn, long_first
 
 TESTS = pathlib.Path(__file__).parent
 SKIPPED = """
@@ -43,6 +43,21 @@ def test_commits_in_a_row_try_all_rows(num_turns: int) -> None:
     assert sorted(row for turn in turns for row in turn) == rows
     with pytest.raises(ValueError, match="0 turns"):
         in_turn(rows, 0, 1)
+
+
+def test_long_tests_begin_first_in_each_worker() -> None:
+    paths = [
+        *["tests/train/test_a.py"] * 2,
+        *["tests/plan/test_b.py"] * 6,
+        "tests/train/test_c.py",
+        "tests/zoo/test_d.py",
+    ]
+    order = long_first(paths, 2)
+    assert sorted(order) == list(range(len(paths)))
+    assert order[:2] == [0, 1]
+    assert order[len(paths) // 2] == 8
+    assert long_first(paths, 1) == [0, 1, 8, *range(2, 8), 9]
+    assert long_first([], 3) == []
 
 
 SLOW = """
