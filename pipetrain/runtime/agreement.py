@@ -24,7 +24,7 @@ from pipetrain.comm.transport import NCCL, carrier_of
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.cut import Counted, checked_rows, cut, row_counts, rows_fault, weights_of
 from pipetrain.schedule.op import Op
-from pipetrain.stage.layer_state import modules_below, parameters_in
+from pipetrain.stage.layer_state import PARAMETERS, modules_below, tensors_in
 from pipetrain.stage.segments import AnyStage
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -276,7 +276,7 @@ class Calls:
         with a parameter that needs a gradient, `num_stages` if there is none."""
         trainable, first = dict[int, list[bool]](), self._num_stages
         for index, stage in self._stages.items():
-            trainable[index] = list(map(_REQUIRES_GRAD, parameters_in(modules_below(stage.layers))))
+            trainable[index] = list(map(_REQUIRES_GRAD, tensors_in(modules_below(stage.layers), PARAMETERS)))
             first = min(first, index) if any(trainable[index]) else first
         self._num_changes += trainable != self._trainable
         self._trainable = trainable
@@ -317,7 +317,9 @@ def _weights_of(headers: Sequence[Mapping[str, Any]]) -> tuple[list[list[float]]
 def _first_problem(headers: Sequence[Mapping[str, Any]]) -> str | None:
     """The error of the first replica that has one: in its inputs, else in its counted targets, else in parameters that its stages share."""
     for replica, header in enumerate(headers):
-        problem: str | None = header["error"] or rows_fault(header.get("target_rows"), header["rows"])
+        problem: str | None = header["error"]
+        if problem is None and header.get("target_rows") not in (None, header["rows"]):
+            problem = rows_fault(header["target_rows"], header["rows"])
         problem = problem or header.get("target_error") or header.get("copies_error")
         if problem:
             return problem if len(headers) == 1 else f"{problem} (in replica {replica})"

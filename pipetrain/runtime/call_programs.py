@@ -18,11 +18,11 @@ from pipetrain.schedule.families import AUTO, Generator
 from pipetrain.schedule.launches import for_device
 from pipetrain.schedule.make import make, with_first_backward
 from pipetrain.schedule.op import Kind, Lane
-from pipetrain.schedule.policy import EVERY, FIRST, OFF, RecomputePolicy
+from pipetrain.schedule.policy import EVERY, OFF, RecomputePolicy
 from pipetrain.schedule.reduce import with_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
-from pipetrain.stage.layer_state import modules_below, parameters_in
+from pipetrain.stage.layer_state import PARAMETERS, modules_below, tensors_in
 from pipetrain.stage.segments import AnyStage
 
 GivenSchedule = str | os.PathLike[str] | Generator | Schedule
@@ -162,39 +162,33 @@ class Proving:
         self._proved: set[Hashable] = set()
         self._recomputed: tuple[Program | None, list[tuple[int, list[int | None]]]] = (None, [])  # by stage
 
-    def choose(self, signature: int, step: int, program: Program, idle: frozenset[int] = frozenset()) -> Places:
+    def choose(
+        self, signature: int, step: int, program: Program, idle: frozenset[int] = frozenset()
+    ) -> tuple[Places, Places]:
         """Return the (stage, microbatch) pairs to verify: their F inspects the layers, and their R, if they have one, is compared with F.
+        Also return pairs whose F and R are compared by checksums: one of each stage with an R; the next step takes its next microbatch.
         `signature` is that of the step's `Call`; microbatches in `idle` do not run."""
         if self._verify == OFF:
-            return _NOTHING
-        layers = itertools.chain.from_iterable(map(_LAYERS, self._stages.values()))
-        modules = modules_below(layers)
-        flags = map(_REQUIRES_GRAD, parameters_in(modules))
-        kind = signature, tuple(map(_IS_TRAINING, modules)), tuple(flags)
-        if kind not in self._proved:
-            if first := _in_turn(program, 0, idle):  # empty if all microbatches of this replica are idle
-                self._proved.add(kind)
-            return first | (program.recomputed if self._verify == EVERY else _NOTHING)
-        if self._verify == FIRST:
-            return _NOTHING
-        if self._verify == EVERY:
-            return program.recomputed
-        assert isinstance(self._verify, int)
-        turn, rest = divmod(step, self._verify)
-        return _NOTHING if rest else _in_turn(program, turn, idle) & program.recomputed
-
-    def witnessed(self, step: int, program: Program) -> Places:
-        """Return a (stage, microbatch) pair per stage with an R, to compare F and R by checksums. The next step takes the next one."""
-        if self._verify == OFF:
-            return _NOTHING
+            return _NOTHING, _NOTHING
         if self._recomputed[0] is not program:
             stages = sorted({stage for stage, _ in program.recomputed})
             numbers = {s: sorted((m for stage, m in program.recomputed if stage == s), key=str) for s in stages}
             self._recomputed = program, list(numbers.items())
-        found: set[tuple[int, int | None]] = set()
+        witnessed: set[tuple[int, int | None]] = set()
         for stage, microbatches in self._recomputed[1]:
-            found.add((stage, microbatches[step % len(microbatches)]))
-        return frozenset(found)
+            witnessed.add((stage, microbatches[step % len(microbatches)]))
+        layers = itertools.chain.from_iterable(map(_LAYERS, self._stages.values()))
+        modules = modules_below(layers)
+        flags = map(_REQUIRES_GRAD, tensors_in(modules, PARAMETERS))
+        kind = signature, tuple(map(_IS_TRAINING, modules)), tuple(flags)
+        proved = program.recomputed if self._verify == EVERY else _NOTHING
+        if kind not in self._proved:
+            if first := _in_turn(program, 0, idle):  # empty if all microbatches of this replica are idle
+                self._proved.add(kind)
+            proved |= first
+        elif isinstance(self._verify, int) and step % self._verify == 0:
+            proved = _in_turn(program, step // self._verify, idle) & program.recomputed
+        return proved, frozenset(witnessed - proved)
 
 
 def _in_turn(program: Program, turn: int, idle: frozenset[int]) -> Places:

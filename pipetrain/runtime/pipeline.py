@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipetrain.comm.clocks import align_clocks
 from pipetrain.comm.coordinates import Coordinates
-from pipetrain.comm.failure import PipelineError
 from pipetrain.comm.group import Group, join_group
 from pipetrain.comm.lanes import Recording, make_lanes
 from pipetrain.comm.transport import PINNED
@@ -171,8 +170,7 @@ class Pipeline(StageWeights):
             ValueError: values that do not fit each other or the plan, or differ from those on rank 0; the pipeline stays as it was.
             PipelineError: another rank failed.
         """
-        self._check_open()
-        self._runner.check_whole()
+        self._runner.check_usable()
         self._emit_events()
         with introduced(self._group) as own:
             given = self._given_schedule if schedule is None else schedule
@@ -382,12 +380,11 @@ class Pipeline(StageWeights):
                 Or on this rank only: `on_token` ended other texts here than on the last stage's rank.
             PipelineError: another rank failed.
         """
-        self._check_open()
+        self._runner.check_usable()
         if self.num_replicas > 1:
             raise ValueError(
                 f"generate was called with num_replicas={self.num_replicas}: make a Pipeline of one replica for it"
             )
-        self._runner.check_whole()
         self._emit_events()
 
         def make() -> Request:
@@ -418,7 +415,6 @@ class Pipeline(StageWeights):
 
     def _taken(self, inputs: Any, targets: Any) -> tuple[Any, Any, str | None]:
         """Return inputs and targets as the stages get them, and the mistake in them or None."""
-        self._check_open()
         if self._unseen:
             self._emit_events()
         if self._take_batch is not None:
@@ -427,10 +423,6 @@ class Pipeline(StageWeights):
             except ValueError as error:
                 return inputs, targets, str(error)
         return inputs, targets, None
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise PipelineError("the pipeline is closed")
 
     def _emit_events(self, *, of_all: bool = False) -> None:
         """Call `on_event` with the events of the steps that have ended. `of_all`: wait for all steps, and include their events."""

@@ -38,7 +38,8 @@ class Before:
     parameters: Sequence[tuple[Tensor, int, Tensor | None]] = field(default_factory=list)
 
 
-_IS_TRAINING, _REQUIRES_GRAD, _BUFFERS = attrgetter("training"), attrgetter("requires_grad"), attrgetter("_buffers")
+_IS_TRAINING, _REQUIRES_GRAD = attrgetter("training"), attrgetter("requires_grad")
+PARAMETERS, BUFFERS = attrgetter("_parameters"), attrgetter("_buffers")  # of a module
 NO_COPIES = TensorCopies(())
 NOTHING_BEFORE = Before(False, NO_COPIES)
 
@@ -86,7 +87,7 @@ class LayerState:
         of_layers = modules_below(self._parts[:-1])
         modules = of_layers if self._parts[-1] is None else modules_below(self._parts)
         modes = list(map(_IS_TRAINING, modules))
-        self.parameters = parameters_in(of_layers)
+        self.parameters = tensors_in(of_layers, PARAMETERS)
         key = (*modes, *map(_REQUIRES_GRAD, self.parameters), *map(id, modules))
         self.sight = self._sights.setdefault(key, len(self._sights))
         if modes != self._modes or modules != self._modules:
@@ -102,12 +103,12 @@ class LayerState:
     def before_forward(self, *, recomputed: bool) -> Before:
         """Called ahead of each F, after `look` in this step."""
         if self.is_learning:
-            versions = [(parameter, version_of(parameter)) for parameter in parameters_in(self._modules)]
+            versions = [(parameter, version_of(parameter)) for parameter in tensors_in(self._modules, PARAMETERS)]
             parameters = [(parameter, version, fingerprint(parameter)) for parameter, version in versions]
-            return Before(True, TensorCopies(buffers_in(self._modules)), parameters=parameters)
-        if not (recomputed and any(map(_BUFFERS, self._modules))):
+            return Before(True, TensorCopies(tensors_in(self._modules, BUFFERS)), parameters=parameters)
+        if not (recomputed and any(map(BUFFERS, self._modules))):
             return NOTHING_BEFORE
-        buffers = buffers_in(self._modules)
+        buffers = tensors_in(self._modules, BUFFERS)
         if len(buffers) != len(self._last_buffers) or not all(map(is_, buffers, self._last_buffers)):
             self._sort_buffers(buffers)
         copies = TensorCopies(self._copied) if self._copied else NO_COPIES
@@ -120,7 +121,7 @@ class LayerState:
         if before.learning:
             self._refuse_changed_parameters(before)
             self._changing = before.buffers.changed()
-            self._sort_buffers(buffers_in(self._modules))
+            self._sort_buffers(tensors_in(self._modules, BUFFERS))
             before.buffers = before.buffers.only(self._copied)
             self.is_learning = False
         if not recomputed:
@@ -138,7 +139,7 @@ class LayerState:
     def live_storages(self) -> Set[int]:
         """The storages of buffers known to change, and of small buffers, which may start to change at any time. A later F may change these
         storages, so the end of F copies saved tensors that lie in them."""
-        small = {storage_key(buffer) for buffer in buffers_in(self._modules) if is_small(buffer)}
+        small = {storage_key(buffer) for buffer in tensors_in(self._modules, BUFFERS) if is_small(buffer)}
         return (small | set(map(storage_key, self._changing))) - {0}
 
     def _sort_buffers(self, buffers: list[Tensor]) -> None:
@@ -190,21 +191,11 @@ def modules_below(roots: Iterable[Any]) -> list[nn.Module]:
     return list(found)
 
 
-def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Every parameter of these modules once, in the order of `nn.Module.parameters`."""
-    found: dict[int, nn.Parameter] = {}
-    for module in modules:
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                found[id(parameter)] = parameter
-    return list(found.values())
-
-
-def buffers_in(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Every buffer of these modules once."""
+def tensors_in(modules: Iterable[nn.Module], which: attrgetter[dict[str, Any]]) -> list[Any]:
+    """Every parameter (`PARAMETERS`) or buffer (`BUFFERS`) of these modules once, in the order of `nn.Module.parameters`."""
     found: dict[int, Tensor] = {}
-    for module in modules:
-        for buffer in module._buffers.values():
-            if buffer is not None:
-                found[id(buffer)] = buffer
+    for table in map(which, modules):
+        for tensor in table.values():
+            if tensor is not None:
+                found[id(tensor)] = tensor
     return list(found.values())

@@ -12,7 +12,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,12 +40,9 @@ def _mixed(state: int, number: int) -> int:
     return state ^ (state >> 31)
 
 
-_mix_of_step = lru_cache(maxsize=4)(mix)  # of the seed and the step: the same for all microbatches
-
-
 def layer_seeds(seed: int, step: int, microbatch: int, layers: Sequence[int]) -> list[int]:
     """The seeds of some layers for one microbatch. `microbatch` is counted over all replicas, `layers` over the whole model."""
-    before = _mixed(_mix_of_step(seed, step), microbatch)
+    before = _mixed(_mixed(_mixed(0, seed), step), microbatch)
     return list(map(partial(_mixed, before), layers))
 
 
