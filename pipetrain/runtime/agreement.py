@@ -24,7 +24,7 @@ from pipetrain.comm.transport import NCCL, carrier_of
 from pipetrain.plan.plan import Plan
 from pipetrain.runtime.cut import Counted, checked_rows, cut, row_counts, rows_fault, weights_of
 from pipetrain.schedule.op import Op
-from pipetrain.stage.layer_state import PARAMETERS, modules_below, tensors_in
+from pipetrain.stage.layer_state import PARAMETERS, modules_below, tensors_below
 from pipetrain.stage.segments import AnyStage
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -276,7 +276,7 @@ class Calls:
         with a parameter that needs a gradient, `num_stages` if there is none."""
         trainable, first = dict[int, list[bool]](), self._num_stages
         for index, stage in self._stages.items():
-            trainable[index] = list(map(_REQUIRES_GRAD, tensors_in(modules_below(stage.layers), PARAMETERS)))
+            trainable[index] = list(map(_REQUIRES_GRAD, tensors_below(modules_below(stage.layers), PARAMETERS)))
             first = min(first, index) if any(trainable[index]) else first
         self._num_changes += trainable != self._trainable
         self._trainable = trainable

@@ -22,7 +22,7 @@ from pipetrain.schedule.policy import EVERY, OFF, RecomputePolicy
 from pipetrain.schedule.reduce import with_reduces
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.schedule.schedule_spec import ScheduleSpec
-from pipetrain.stage.layer_state import PARAMETERS, modules_below, tensors_in
+from pipetrain.stage.layer_state import PARAMETERS, modules_below, tensors_below
 from pipetrain.stage.segments import AnyStage
 
 GivenSchedule = str | os.PathLike[str] | Generator | Schedule
@@ -179,7 +179,7 @@ class Proving:
             witnessed.add((stage, microbatches[step % len(microbatches)]))
         layers = itertools.chain.from_iterable(map(_LAYERS, self._stages.values()))
         modules = modules_below(layers)
-        flags = map(_REQUIRES_GRAD, tensors_in(modules, PARAMETERS))
+        flags = map(_REQUIRES_GRAD, tensors_below(modules, PARAMETERS))
         kind = signature, tuple(map(_IS_TRAINING, modules)), tuple(flags)
         proved = program.recomputed if self._verify == EVERY else _NOTHING
         if kind not in self._proved:

@@ -39,7 +39,7 @@ from pipetrain.runtime.losses import LossCheck, LossNotFinite
 from pipetrain.runtime.skips import Skips
 from pipetrain.schedule.alive import peak_on_host
 from pipetrain.schedule.policy import RecomputePolicy
-from pipetrain.stage.layer_state import BUFFERS, PARAMETERS, modules_below, tensors_in
+from pipetrain.stage.layer_state import BUFFERS, PARAMETERS, modules_below, tensors_below
 from pipetrain.stage.past import set_trainable
 from pipetrain.stage.seeding import generators_restored
 
@@ -166,7 +166,7 @@ class CallRunner:
     def generate(self, request: Request, choose: Choose | None, on_token: OnToken | None) -> list[Tensor]:
         """Return the new tokens of each prompt of a `request` on which all ranks have agreed. Collective."""
         modules = modules_below(self._parts.layers.values())
-        self._parts.meter.exclude([*tensors_in(modules, PARAMETERS), *tensors_in(modules, BUFFERS)])
+        self._parts.meter.exclude([*tensors_below(modules, PARAMETERS), *tensors_below(modules, BUFFERS)])
         program = self._programs.inference(1)
         with self.failing_together():
             try:
@@ -201,7 +201,7 @@ class CallRunner:
 
     def _execute(self, call: Call, step: Step) -> None:
         modules = modules_below(self._parts.layers.values())
-        self._parts.meter.exclude([*tensors_in(modules, PARAMETERS), *tensors_in(modules, BUFFERS)])
+        self._parts.meter.exclude([*tensors_below(modules, PARAMETERS), *tensors_below(modules, BUFFERS)])
         if step.with_graph:
             self._parts.meter.start_step()
             program = self._programs.training(call.first_backward)

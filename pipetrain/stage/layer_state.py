@@ -87,7 +87,7 @@ class LayerState:
         of_layers = modules_below(self._parts[:-1])
         modules = of_layers if self._parts[-1] is None else modules_below(self._parts)
         modes = list(map(_IS_TRAINING, modules))
-        self.parameters = tensors_in(of_layers, PARAMETERS)
+        self.parameters = tensors_below(of_layers, PARAMETERS)
         key = (*modes, *map(_REQUIRES_GRAD, self.parameters), *map(id, modules))
         self.sight = self._sights.setdefault(key, len(self._sights))
         if modes != self._modes or modules != self._modules:
@@ -103,12 +103,12 @@ class LayerState:
     def before_forward(self, *, recomputed: bool) -> Before:
         """Called ahead of each F, after `look` in this step."""
         if self.is_learning:
-            versions = [(parameter, version_of(parameter)) for parameter in tensors_in(self._modules, PARAMETERS)]
+            versions = [(parameter, version_of(parameter)) for parameter in tensors_below(self._modules, PARAMETERS)]
             parameters = [(parameter, version, fingerprint(parameter)) for parameter, version in versions]
-            return Before(True, TensorCopies(tensors_in(self._modules, BUFFERS)), parameters=parameters)
+            return Before(True, TensorCopies(tensors_below(self._modules, BUFFERS)), parameters=parameters)
         if not (recomputed and any(map(BUFFERS, self._modules))):
             return NOTHING_BEFORE
-        buffers = tensors_in(self._modules, BUFFERS)
+        buffers = tensors_below(self._modules, BUFFERS)
         if len(buffers) != len(self._last_buffers) or not all(map(is_, buffers, self._last_buffers)):
             self._sort_buffers(buffers)
         copies = TensorCopies(self._copied) if self._copied else NO_COPIES
@@ -121,7 +121,7 @@ class LayerState:
         if before.learning:
             self._refuse_changed_parameters(before)
             self._changing = before.buffers.changed()
-            self._sort_buffers(tensors_in(self._modules, BUFFERS))
+            self._sort_buffers(tensors_below(self._modules, BUFFERS))
             before.buffers = before.buffers.only(self._copied)
             self.is_learning = False
         if not recomputed:
@@ -139,7 +139,7 @@ class LayerState:
     def live_storages(self) -> Set[int]:
         """The storages of buffers known to change, and of small buffers, which may start to change at any time. A later F may change these
         storages, so the end of F copies saved tensors that lie in them."""
-        small = {storage_key(buffer) for buffer in tensors_in(self._modules, BUFFERS) if is_small(buffer)}
+        small = {storage_key(buffer) for buffer in tensors_below(self._modules, BUFFERS) if is_small(buffer)}
         return (small | set(map(storage_key, self._changing))) - {0}
 
     def _sort_buffers(self, buffers: list[Tensor]) -> None:
@@ -191,7 +191,7 @@ def modules_below(roots: Iterable[Any]) -> list[nn.Module]:
     return list(found)
 
 
-def tensors_in(modules: Iterable[nn.Module], which: attrgetter[dict[str, Any]]) -> list[Any]:
+def tensors_below(modules: Iterable[nn.Module], which: attrgetter[dict[str, Any]]) -> list[Any]:
     """Every parameter (`PARAMETERS`) or buffer (`BUFFERS`) of these modules once, in the order of `nn.Module.parameters`."""
     found: dict[int, Tensor] = {}
     for table in map(which, modules):

@@ -34,7 +34,7 @@ MUTANTS = (
     Mutant(
         "only buffers that have changed before are copied out of a kept set",
         "pipetrain/stage/layer_state.py",
-        "small = {storage_key(buffer) for buffer in tensors_in(self._modules, BUFFERS) if is_small(buffer)}",
+        "small = {storage_key(buffer) for buffer in tensors_below(self._modules, BUFFERS) if is_small(buffer)}",
         "small = set[int]()",
         ("tests/regressions/test_changing_buffers.py", "-k", "begins_to_change_under_a_kept_set"),
     ),
