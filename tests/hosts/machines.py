@@ -21,13 +21,8 @@ PORT = 29400
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 6
 RUN = [
-    "experiment=smoke",
-    "data=text",
-    "data.path=text",
-    "model.dropout=0.1",
-    f"steps={STEPS}",
-    "observe.progress=false",
-]
+    "experiment=smoke", "data=text", "data.path=text", "model.dropout=0.1", f"steps={STEPS}", "observe.progress=false",
+]  # fmt: skip
 
 
 def environment(package: pathlib.Path = ROOT, interface: str | None = DEVICE) -> dict[str, str]:
@@ -36,14 +31,9 @@ def environment(package: pathlib.Path = ROOT, interface: str | None = DEVICE) ->
     return {**commands.environment(), **chosen, "PYTHONPATH": str(package)}
 
 
-def start_run(
-    network: Hosts, folder: pathlib.Path, *options: str, packages: Sequence[pathlib.Path] = ()
-) -> list[Process]:
+def start_run(network: Hosts, folder: pathlib.Path, *options: str) -> list[Process]:
     """Starts torchrun on every host, a rank each, meeting at the first."""
-    return [
-        start_torchrun(network, host, folder, *options, package=packages[at] if packages else ROOT)
-        for at, host in enumerate(network.hosts)
-    ]
+    return [start_torchrun(network, host, folder, *options) for host in network.hosts]
 
 
 def start_command(network: Hosts, folder: pathlib.Path, *options: str, interface: str | None = DEVICE) -> list[Process]:
@@ -57,9 +47,7 @@ def start_command(network: Hosts, folder: pathlib.Path, *options: str, interface
     return [start(host.command(words), folder, variables | task) for host, task in zip(network.hosts, tasks)]
 
 
-def start_torchrun(
-    network: Hosts, host: Host, folder: pathlib.Path, *options: str, package: pathlib.Path = ROOT
-) -> Process:
+def start_torchrun(network: Hosts, host: Host, folder: pathlib.Path, *options: str) -> Process:
     first = network.hosts[0]
     torchrun = [
         *(sys.executable, "-m", "torch.distributed.run"),
@@ -73,7 +61,7 @@ def start_torchrun(
         "--max-restarts=0",
     ]
     words = [*torchrun, "-m", "pipetrain.train", *RUN, f"pipeline.num_stages={len(network.hosts)}", *options]
-    return start(host.command(words), folder, environment(package))
+    return start(host.command(words), folder, environment())
 
 
 def start(words: Sequence[str], folder: pathlib.Path, variables: dict[str, str]) -> Process:

@@ -1,7 +1,6 @@
 """Runs over machines of their own (network namespaces with their own addresses): the same numbers, and links that fail."""
 
 import pathlib
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,7 +8,6 @@ from contextlib import contextmanager
 
 import pytest
 from machines import (
-    ROOT,
     RUN,
     STEPS,
     end,
@@ -63,13 +61,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder
 
 
-@pytest.mark.parametrize("number", [2, 4])
-def test_several_machines_compute_what_one_does(folder: pathlib.Path, number: int) -> None:
-    with hosts(number) as network:
-        processes = start_run(network, folder, f"run_dir=hosts-{number}")
-        for code, stderr in [end(process) for process in processes]:
+def test_several_machines_compute_what_one_does(folder: pathlib.Path) -> None:
+    with hosts(3) as network:
+        for code, stderr in [end(process) for process in start_run(network, folder, "run_dir=three")]:
             assert code == 0, stderr
-    assert losses_of(folder / f"hosts-{number}") == losses_of(folder / "one-host")
+    assert losses_of(folder / "three") == losses_of(folder / "one-host")
     assert len(losses_of(folder / "one-host")) == STEPS
 
 
@@ -102,38 +98,6 @@ def test_a_link_that_is_cut_in_a_step(folder: pathlib.Path) -> None:
     )
     hop_seconds = 16 * SEQUENCE_LENGTH * 64 * 4 * 8 / (SLOW_MEGABITS * 1e6)
     assert slow > fast + 0.3 * STEPS * hop_seconds
-
-
-def test_machines_with_other_sources_are_refused(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    shutil.copytree(ROOT / "pipetrain", tmp_path / "pipetrain", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "conf", tmp_path / "conf")
-    with (tmp_path / "pipetrain" / "train.py").open("a") as file:
-        file.write("# not the same\n")
-    with hosts(2) as network:
-        processes = start_run(network, folder, "run_dir=refused", packages=[ROOT, tmp_path])
-        lines = []
-        for code, stderr in [end(process) for process in processes]:
-            assert code == 1  # torchrun's own; its report has that of the rank
-            assert "exitcode  : 2" in stderr
-            lines += [line for line in stderr.splitlines() if line.startswith("pipetrain:")]
-    assert len(lines) == 2
-    assert lines[0] == lines[1]
-    assert "different versions" in lines[0]
-    assert not (folder / "refused").exists()
-
-
-def test_an_address_that_nobody_has(folder: pathlib.Path) -> None:
-    with hosts(1) as network:
-        (host,) = network.hosts
-        address = network.unused_address()
-        words = [sys.executable, "-m", "pipetrain.train", *RUN, "timeout_seconds=2", "pipeline.num_stages=2"]
-        variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": "29400"}
-        code, stderr = end(start(host.command(words), folder, environment() | variables))
-    assert code == 1
-    assert stderr.startswith(
-        f"pipetrain: rank 1: {address}:29400, where the ranks meet, could not be reached from {host.address} of "
-    )
-    assert len(stderr.splitlines()) == 1
 
 
 def test_a_machine_without_a_free_port(folder: pathlib.Path) -> None:

@@ -5,11 +5,10 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch.distributed as dist
-from commands import Process, begin, free_port, wait_until
+from commands import PIPETRAIN, Process, begin, end, free_port, wait_until
 from ranks import NEVER_SECONDS, PATIENCE_SECONDS, run_outcomes
 from resumed import metrics_of, num_steps_of
 from small_text import make_text
@@ -17,39 +16,7 @@ from small_text import make_text
 from pipetrain.comm.group import join_group
 from pipetrain.launcher.nodes import EndedEarly, passing_signals_on
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 RUN = ["experiment=smoke"]
-
-
-def end_all(processes: list[Process]) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each; nothing is left behind."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    try:
-        texts = [process.communicate(timeout=deadline - time.monotonic()) for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
-    return [(process.returncode, *text) for process, text in zip(processes, texts)]
-
-
-@pytest.mark.slow
-def test_the_script_for_several_machines_trains(tmp_path: pathlib.Path) -> None:
-    variables = {
-        "NODES": "2", "RANKS_PER_NODE": "1", "RENDEZVOUS": f"127.0.0.1:{free_port()}", "WAIT_SECONDS": f"{PATIENCE_SECONDS:.0f}", "PYTHON": sys.executable,
-    }  # fmt: skip
-    command = [
-        "bash",
-        str(ROOT / "launch" / "multinode.sh"),
-        *RUN,
-        *make_text(tmp_path / "text"),
-        f"run_dir={tmp_path}/run",
-    ]
-    ended = end_all([begin(tmp_path, command, **variables) for _ in range(2)])
-    assert [code for code, _, _ in ended] == [0, 0], ended
-    assert sum(f"run folder: {tmp_path}/run" in out for _, out, _ in ended) == 1
-    assert len(metrics_of(tmp_path / "run")) == 6
 
 
 @pytest.mark.slow
@@ -60,31 +27,20 @@ def test_the_command_on_each_machine_stops_them_all_and_goes_on(tmp_path: pathli
 
     def on_both(run: str, *options: str) -> list[Process]:
         where = ["cluster.num_nodes=2", "cluster.ranks_per_node=1", f"cluster.rendezvous=127.0.0.1:{free_port()}"]
-        command = [
-            sys.executable,
-            "-m",
-            "pipetrain.cli",
-            "train",
-            *RUN,
-            *text,
-            "steps=60",
-            f"run_dir={run}",
-            *where,
-            *options,
-        ]
+        command = [*PIPETRAIN, *RUN, *text, "steps=60", f"run_dir={run}", *where, *options]
         return [begin(tmp_path, command) for _ in range(2)]
 
     machines = on_both("stopped", "resume=auto")
     for machine in machines:
         wait_until(lambda: num_steps_of(tmp_path / "stopped") > 0, machine)
     machines[1].send_signal(signal.SIGUSR1)
-    ended = end_all(machines)
-    assert [code for code, _, _ in ended] == [75, 75], ended
-    assert sum("stopped by SIGUSR1" in err for _, _, err in ended) == 1, ended
-    assert [code for code, _, _ in end_all(on_both("stopped", "resume=auto"))] == [0, 0]
+    ended = [end(machine) for machine in machines]
+    assert [code for code, _ in ended] == [75, 75], ended
+    assert sum("stopped by SIGUSR1" in err for _, err in ended) == 1, ended
+    assert [code for code, _ in map(end, on_both("stopped", "resume=auto"))] == [0, 0]
 
-    alone = [sys.executable, "-m", "pipetrain.cli", "train", *RUN, *text, "steps=60", "run_dir=alone"]
-    assert [code for code, _, _ in end_all([begin(tmp_path, alone)])] == [0]
+    alone = [*PIPETRAIN, *RUN, *text, "steps=60", "run_dir=alone"]
+    assert end(begin(tmp_path, alone))[0] == 0
     stopped, undisturbed = (metrics_of(tmp_path / run) for run in ("stopped", "alone"))
     assert [line["loss"] for line in stopped] == [line["loss"] for line in undisturbed]
 
@@ -93,17 +49,8 @@ def test_the_command_on_each_machine_stops_them_all_and_goes_on(tmp_path: pathli
 def test_a_machine_that_waits_in_vain_says_where(tmp_path: pathlib.Path) -> None:
     port = free_port()
     where = ["cluster.num_nodes=2", "cluster.ranks_per_node=1", f"cluster.rendezvous=127.0.0.1:{port}"]
-    command = [
-        sys.executable,
-        "-m",
-        "pipetrain.cli",
-        "train",
-        *RUN,
-        *make_text(tmp_path / "text"),
-        "timeout_seconds=3",
-        *where,
-    ]
-    ((code, _, err),) = end_all([begin(tmp_path, command)])
+    command = [*PIPETRAIN, *RUN, *make_text(tmp_path / "text"), "timeout_seconds=3", *where]
+    code, err = end(begin(tmp_path, command))
     assert code == 1, err
     assert err.splitlines()[-1].startswith(
         "pipetrain: this machine of 2 did not meet the others at cluster.rendezvous=127.0.0.1:"

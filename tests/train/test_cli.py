@@ -14,6 +14,8 @@ from pipetrain import train as rank
 from pipetrain.cli.main import COMMANDS, main
 from pipetrain.launcher import launch
 
+SHOWN = "step_seconds bound_seconds bubble_fraction recompute_hidden_seconds recompute_exposed_seconds peak_sets peak_stash ops"
+
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
@@ -70,16 +72,7 @@ def test_benchmarks_have_their_own_options(tmp_path: pathlib.Path, monkeypatch: 
 def test_json_on_stdout_is_alone_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "--json", "pipeline.num_stages=3", "recompute.mode=inline"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert set(shown) == {
-        "step_seconds",
-        "bound_seconds",
-        "bubble_fraction",
-        "recompute_hidden_seconds",
-        "recompute_exposed_seconds",
-        "peak_sets",
-        "peak_stash",
-        "ops",
-    }
+    assert set(shown) == set(SHOWN.split())
     assert len(shown["peak_sets"]) == 3
     assert set(shown["ops"][0]) == {"rank", "lane", "op", "start", "end"}
 
@@ -94,33 +87,28 @@ def test_json_in_a_file_leaves_the_drawing(tmp_path: pathlib.Path, capsys: pytes
 def test_a_schedule_goes_to_a_file_and_comes_back(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "x.csv"
     options = ["pipeline.num_stages=4", "recompute.mode=inline"]
-    assert main(["show", "--json", *options, f"--out={file}", "pipeline.schedule=1f1b"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert main(["show", "--json", "pipeline.num_stages=4", "recompute.mode=inline", f"pipeline.schedule={file}"]) == 0
-    assert json.loads(capsys.readouterr().out)["step_seconds"] == shown["step_seconds"]
+    seconds = step_seconds(capsys, *options, f"--out={file}", "pipeline.schedule=1f1b")
+    assert step_seconds(capsys, *options, f"pipeline.schedule={file}") == seconds
 
 
-def test_costs_reach_the_simulation(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = []
-    for overrides in ([], ["cost.forward_seconds=[1,2]"], ["cost.hop_seconds=3"]):
-        assert main(["show", "--json", *overrides]) == 0
-        figures.append(json.loads(capsys.readouterr().out)["step_seconds"])
-    assert figures[0] == 32.0  # (m + p - 2)(f + b + r): with two stages nothing can be hidden
-    assert figures[1] == 35.0  # rank 1 runs 8 x (2 + 2) from 1 to 33, then rank 0 its last B
-    assert figures[2] == 33.0  # rank 1 runs 8 x 3 from 4 to 28, the last gradient arrives at 31, then a B
+def step_seconds(capsys: pytest.CaptureFixture[str], *overrides: str) -> float:
+    assert main(["show", "--json", *overrides]) == 0
+    seconds: float = json.loads(capsys.readouterr().out)["step_seconds"]
+    return seconds
 
 
-def test_costs_of_a_split_backward_reach_the_simulation(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_costs_reach_the_simulation(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert step_seconds(capsys) == 32.0  # (m + p - 2)(f + b + r): with two stages nothing can be hidden
+    # rank 1 runs 8 x (2 + 2) from 1 to 33, then rank 0 its last B
+    assert step_seconds(capsys, "cost.forward_seconds=[1,2]") == 35.0
+    # rank 1 runs 8 x 3 from 4 to 28, the last gradient arrives at 31, then a B
+    assert step_seconds(capsys, "cost.hop_seconds=3") == 33.0
     file = tmp_path / "split.csv"
     file.write_text("0F0,0I0,0W0\n1F0,1I0,1W0\n")
-    options = [f"pipeline.schedule={file}", "pipeline.num_microbatches=1", "recompute.mode=never"]
-    figures = []
-    for overrides in ([], ["cost.input_gradient_seconds=3"], ["cost.weight_gradient_seconds=[5,1]"]):
-        assert main(["show", "--json", *options, *overrides]) == 0
-        figures.append(json.loads(capsys.readouterr().out)["step_seconds"])
-    assert figures == [5.0, 9.0, 9.0]  # 2 F, 2 I and the W of stage 0, one after the other; I and W take half of B each
+    split = [f"pipeline.schedule={file}", "pipeline.num_microbatches=1", "recompute.mode=never"]
+    costs = ([], ["cost.input_gradient_seconds=3"], ["cost.weight_gradient_seconds=[5,1]"])
+    # 2 F, 2 I and the W of stage 0, one after the other; I and W take half of B each
+    assert [step_seconds(capsys, *split, *cost) for cost in costs] == [5.0, 9.0, 9.0]
 
 
 @pytest.mark.parametrize("command", ["launcher", "rank"])

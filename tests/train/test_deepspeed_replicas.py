@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import pathlib
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,11 +14,7 @@ import torch
 import torch.distributed as dist
 from deepspeed_runs import CPU, accept, batch_of, config_of, engine_of, heldout_of, snapshot_of, train_all
 from ranks import PATIENCE_SECONDS, run_ranks
-from resumed import metrics_of
 from rounding import rounding
-from small_text import make_text
-from test_replica_runs import HALF, TWO_BY_TWO, figures
-from test_replica_runs import train as train_runs
 from torch import Tensor, nn
 
 from pipetrain.comm.coordinates import Grid
@@ -103,13 +97,10 @@ def train_each(configs: list[RunConfig]) -> list[Trained]:
 
 
 def go_on(configs: list[RunConfig], start: dict[Part, Tensors]) -> list[Trained]:
-    return [
-        train_with_replicas(config, {part: copied(tensors) for part, tensors in start.items()}) for config in configs
+    copies = [
+        {part: {name: value.clone() for name, value in of.items()} for part, of in start.items()} for _ in configs
     ]
-
-
-def copied(tensors: Tensors) -> Tensors:
-    return {name: value.clone() for name, value in tensors.items()}
+    return [train_with_replicas(config, copy) for config, copy in zip(configs, copies)]
 
 
 def together(ranks: list[Trained], part: Part) -> Tensors:
@@ -152,35 +143,6 @@ def test_replicas_give_the_numbers_of_one_pipeline_of_as_many_microbatches() -> 
         same, without = runs
         assert same.losses == sharded[0].losses[BREAK_AT - 1 :]
         assert without.losses == pytest.approx(same.losses, rel=1e-5)
-
-
-# Whole runs ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_run_leaves_what_a_run_leaves_and_goes_on(tmp_path: pathlib.Path) -> None:
-    """With ZeRO 1 exactly, and with the native engine; the ranks stand in the other order then."""
-    make_text(tmp_path / "text")
-    engine = ("engine=deepspeed", "pipeline=1f1b", "recompute=inline", *TWO_BY_TWO)
-    runs = (
-        ("run_dir=whole", *engine, "parallel.zero_stage=1"),
-        ("run_dir=again", HALF, *engine, "parallel.zero_stage=1"),
-        ("run_dir=native", HALF, *TWO_BY_TWO, "parallel.order=stage-replica"),
-    )
-    assert run_ranks(4, train_runs, str(tmp_path), *runs) == [[0] * len(runs)] * 4
-    keys = ("step", "loss", "grad_norm", "tokens_seen")
-    whole, again, native = (figures(tmp_path / name, *keys) for name in ("whole", "again", "native"))
-    assert again == whole[4:]
-    for ours, theirs in zip(native, whole[4:], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4)
-    (line, *_) = metrics_of(tmp_path / "whole")
-    assert line["tokens"] == 8 * 32
-    assert len(line["peak_memory_bytes"]) == 4
-    report = json.loads((tmp_path / "whole" / "report.json").read_text())
-    assert report["tokens_seen"] == 8 * 8 * 32
-    assert report["heldout_loss"] == pytest.approx(
-        json.loads((tmp_path / "native" / "report.json").read_text())["heldout_loss"], rel=1e-3
-    )
 
 
 # The pieces alone, without an engine ----------------------------------------------------------------------------------------

@@ -41,16 +41,6 @@ def test_each_drill_has_a_folder_of_its_own() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_of_a_replica_is_lost_named_and_resumed(tmp_path: pathlib.Path) -> None:
-    (one,) = (one for one in _DRILLS if one.fault.startswith("kill rank=3") and one.num_replicas == 2)
-    with _Ground(tmp_path) as ground:
-        result = _run(one, ground)
-    assert result.problem is None
-    assert "rank 3 (replica 1, stage 1) is gone" in result.message
-    assert result.resume.endswith("equal bit for bit")
-
-
-@pytest.mark.slow
 def test_a_promise_that_is_not_kept_is_seen(tmp_path: pathlib.Path) -> None:
     """A message that is never given, an exit code that is another, and a time that is too short."""
     with _Ground(tmp_path) as ground:

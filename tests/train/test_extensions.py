@@ -15,21 +15,14 @@ from pipetrain.cli.main import main
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 ALONE = [
-    sys.executable,
-    "-m",
-    "pipetrain.train",
-    "experiment=smoke",
-    "data=text",
-    "data.path=text",
+    sys.executable, "-m", "pipetrain.train", "experiment=smoke", "data=text", "data.path=text",
     "observe.progress=false",
-]
+]  # fmt: skip
 TWO_STAGES = ["pipeline.num_stages=2", "pipeline.stages_per_rank=2"]
 TYPED = [
-    "pipeline.schedule=own_op:with_norms",
-    "pipeline.on_call=own_op:write_norm",
-    "observe.trackers=[own_tracker:Losses]",
-    "engine.name=own_engine:WithAverage",
-]
+    "pipeline.schedule=own_op:with_norms", "pipeline.on_call=own_op:write_norm",
+    "observe.trackers=[own_tracker:Losses]", "engine.name=own_engine:WithAverage",
+]  # fmt: skip
 NAMED = ["pipeline.schedule=halves", "observe.trackers=[losses]", "engine.name=averaged"]
 ENTRY_POINTS = """
 [pipetrain.schedules]
@@ -128,7 +121,7 @@ def test_a_run_folder_names_code_that_nobody_imports(
         ("engine.name=own_engine:Averaged", "engine.name=own_engine:Averaged: own_engine has no 'Averaged'"),
         ("engine.name=nativ", "engine.name=nativ: allowed are native, deepspeed, MODULE:CLASS .*; did you mean 'native'"),
     ],
-)  # fmt: skip
+    )  # fmt: skip
 def test_what_is_not_there_is_told_before_a_process_starts(
     typed: str, said: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

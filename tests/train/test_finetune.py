@@ -21,16 +21,10 @@ from pipetrain.train import train
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SHORT = [
-    "experiment=finetune",
-    "model.path=small-llama",
-    "data.path=chats.jsonl",
-    "data.cache_dir=cache",
-    "data.global_batch_size=4",
-    "data.sequence_length=64",
-    "pipeline.num_microbatches=2",
-    "optim.warmup_steps=0",
+    "experiment=finetune", "model.path=small-llama", "data.path=chats.jsonl", "data.cache_dir=cache",
+    "data.global_batch_size=4", "data.sequence_length=64", "pipeline.num_microbatches=2", "optim.warmup_steps=0",
     "observe.progress=false",
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

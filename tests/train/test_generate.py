@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import pathlib
 import re
 import runpy
 import shutil
-import signal
 import sys
 from dataclasses import asdict
 
 import pytest
-from commands import begin, children_of, complete, end
+from commands import complete
 
 from pipetrain.cli import generate_command
 from pipetrain.cli.main import main
@@ -167,39 +165,6 @@ def test_ranks_that_nobody_launched_are_told_which_snapshot(
     assert generate_command._weights(run, 3, is_rank=True) == chosen == run.path / "snapshots" / "step-00000003"
 
 
-@pytest.mark.slow
-def test_two_ranks_speak_from_a_snapshot(saved_run: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--prompt=the ", "--tokens=30", "--step=2"]
-    over_two = complete(saved_run, [*GENERATE, str(saved_run), "--ranks=2", *options])
-    assert over_two.returncode == 0, over_two.stderr
-    assert over_two.stdout == said(capsys, saved_run, *options, "--ranks=1")
-
-
-def test_several_prompts_are_told_one_after_the_other(run: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    alone = [
-        said(capsys, run, f"--prompt={text}", "--ranks=1", "--temperature=0", "--tokens=9") for text in ("a", "def ")
-    ]
-    both = said(capsys, run, "--prompt=a", "--prompt=def ", "--ranks=1", "--temperature=0", "--tokens=9")
-    assert both == "\n".join(alone)
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_is_named(run: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    started = begin(tmp_path, [*GENERATE, str(run), "--tokens=1000000"])
-    assert started.stdout is not None
-    started.stdout.read(200)  # both ranks are at work
-    ranks = [child for child in children_of(started.pid) if rank_of(child) == "1"]
-    os.kill(ranks[0], signal.SIGKILL)
-    code, stderr = end(started)
-    assert code == 1
-    assert "rank 1 is gone" in stderr
-
-
-def rank_of(pid: int) -> str | None:
-    words = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next((word[5:].decode() for word in words if word.startswith(b"RANK=")), None)
-
-
 def test_a_question_is_answered_as_transformers_does(
     chat_run: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,17 +229,14 @@ def test_mistakes(run: pathlib.Path, words: list[str], message: str, capsys: pyt
     assert error.count("\n") == 1
 
 
-def test_a_character_is_told_when_it_is_whole() -> None:
+def test_a_character_is_told_when_it_is_whole_and_what_is_none_at_last() -> None:
     stream, text = TextStream(ByteTokenizer()), "a\nö€𝄞z"
     parts = [stream.add(token) for token in text.encode()]
     assert parts == ["a", "\n", "", "ö", "", "", "€", "", "", "", "𝄞", "z"]
     assert stream.rest() == ""
-
-
-def test_what_is_no_character_is_told_at_last() -> None:
-    stream = TextStream(ByteTokenizer())
-    assert "".join(stream.add(token) for token in b"\xf0\x9f") == ""
-    assert stream.rest() == "\N{REPLACEMENT CHARACTER}"
-    stream = TextStream(ByteTokenizer())
-    told = "".join(stream.add(token) for token in b"\xff" * 9 + b"a")
-    assert told + stream.rest() == "\N{REPLACEMENT CHARACTER}" * 9 + "a"
+    for tokens, told in (
+        (b"\xf0\x9f", "\N{REPLACEMENT CHARACTER}"),
+        (b"\xff" * 9 + b"a", "\N{REPLACEMENT CHARACTER}" * 9 + "a"),
+    ):
+        stream = TextStream(ByteTokenizer())
+        assert "".join(map(stream.add, tokens)) + stream.rest() == told

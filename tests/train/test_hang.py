@@ -2,16 +2,14 @@
 
 import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 
 import pytest
-from commands import PIPETRAIN, Process, begin, end, listening, wait_until
-from ranks import NEVER_SECONDS, PATIENCE_SECONDS
+from commands import PIPETRAIN, begin, end, is_alive, listening, wait_until
+from ranks import PATIENCE_SECONDS, is_stopped
 from small_text import make_text
 
 from pipetrain.launcher import launch
@@ -20,62 +18,27 @@ from pipetrain.launcher.outcome import FOLDER_VARIABLE, Exit, Outcome, leave
 TIMEOUT_SECONDS = 15  # longer than ranks that start on a busy machine wait for each other
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    folder = tmp_path_factory.mktemp("data")
-    make_text(folder / "text")
-    return folder / "text"
+@pytest.mark.slow
+def test_a_stopped_rank_ends_the_run(tmp_path: pathlib.Path) -> None:
+    run = ["experiment=smoke", *make_text(tmp_path / "text"), "observe.progress=false", "pipeline.num_stages=3"]
+    command = [*PIPETRAIN, *run, "run_dir=run", f"timeout_seconds={TIMEOUT_SECONDS}"]
+    process = begin(tmp_path, command, PIPETRAIN_FAULTS="stop rank=1 op=1F2 step=3", TMPDIR=str(tmp_path))
 
+    def ranks() -> list[int]:
+        return [int(file.read_text()) for file in sorted(tmp_path.glob("pipetrain-*/process-*")) if file.read_text()]
 
-def start(folder: pathlib.Path, text: pathlib.Path, fault: str, timeout_seconds: float, *options: str) -> Process:
-    run = ["experiment=smoke", "data=text", f"data.path={text}", "observe.progress=false", "run_dir=run", *options]
-    command = [*PIPETRAIN, *run, f"timeout_seconds={timeout_seconds}"]
-    return begin(folder, command, PIPETRAIN_FAULTS=fault, TMPDIR=str(folder))
-
-
-def ranks_of(folder: pathlib.Path) -> list[int]:
-    return [int(file.read_text()) for file in sorted(folder.glob("pipetrain-*/process-*")) if file.read_text()]
-
-
-def state_of(pid: int) -> str:
-    """`T`: stopped; `Z` or empty: gone."""
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
-def last_words(process: Process, folder: pathlib.Path, struck: Callable[[], bool]) -> str:
-    """What the run says at the end, when the fault has struck. Every rank is gone."""
-    wait_until(lambda: len(ranks_of(folder)) > 1, process)
-    ranks = ranks_of(folder)
-    wait_until(struck, process)
+    wait_until(lambda: any(map(is_stopped, ranks())), process)
+    started = ranks()
+    addresses = {address for pid in started for address, _ in listening(pid)}
+    assert addresses <= {"0100007F"}, "ranks of one machine listen at 127.0.0.1 only"
     code, stderr = end(process)
     assert code == Exit.FAILED, stderr
     assert "Traceback" not in stderr
-    assert [pid for pid in ranks if state_of(pid) not in ("", "Z")] == []
-    return stderr.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_a_stopped_rank_ends_the_run(tmp_path: pathlib.Path, text: pathlib.Path) -> None:
-    process = start(tmp_path, text, "stop rank=1 op=1F2 step=3", TIMEOUT_SECONDS, "pipeline.num_stages=3")
-    stopped = lambda: "T" in [state_of(pid) for pid in ranks_of(tmp_path)]  # noqa: E731
-    wait_until(stopped, process)
-    addresses = {address for pid in ranks_of(tmp_path) for address, _ in listening(pid)}
-    assert addresses <= {"0100007F"}, "ranks of one machine listen at 127.0.0.1 only"
-    message = last_words(process, tmp_path, stopped)
+    assert [pid for pid in started if is_alive(pid)] == []
+    message = stderr.splitlines()[-1]
     assert f"and nothing came for {TIMEOUT_SECONDS} s (timeout_seconds): that rank hangs, is stopped" in message
     assert "no word from rank 1; rank 0 waits in 0RECV_B" in message
     assert "; rank 2 waits " in message
-
-
-@pytest.mark.slow
-def test_a_dead_rank_ends_the_run(tmp_path: pathlib.Path, text: pathlib.Path) -> None:
-    process = start(tmp_path, text, "kill rank=1 op=1B1 step=3", NEVER_SECONDS)
-    dead = lambda: any(state_of(pid) in ("", "Z") for pid in ranks_of(tmp_path))  # noqa: E731
-    message = last_words(process, tmp_path, dead)
-    assert re.search(r"rank 1 is gone: rank 0 lost its connection in 0(RECV_B|SEND_F)\d", message)
 
 
 def test_a_failed_outcome_ends_what_does_not_end(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

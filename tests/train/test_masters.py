@@ -50,17 +50,20 @@ def test_gradients_are_added_up_in_float32() -> None:
     model = model_in(torch.bfloat16)
     optimizer = make_optimizer(CONFIG, model.parameters())
     weight = model[1].mlp.up.weight
+
+    def add_gradients_of(row: int) -> Tensor:
+        ids = torch.randint(0, 64, (1, 17), generator=torch.Generator().manual_seed(row))
+        next_token_loss(model(ids[:, :-1]), ids[:, 1:]).backward()
+        return weight.grad
+
     parts = []
     for row in range(8):
         weight.grad = None
-        ids = torch.randint(0, 64, (1, 17), generator=torch.Generator().manual_seed(row))
-        next_token_loss(model(ids[:, :-1]), ids[:, 1:]).backward()
-        parts.append(weight.grad)
+        parts.append(add_gradients_of(row))
     assert all(part.dtype is torch.float32 for part in parts)
     optimizer.zero_grad()
     for row in range(8):
-        ids = torch.randint(0, 64, (1, 17), generator=torch.Generator().manual_seed(row))
-        next_token_loss(model(ids[:, :-1]), ids[:, 1:]).backward()
+        add_gradients_of(row)
     assert torch.equal(weight.grad, sum(parts[1:], parts[0]))
     assert not torch.equal(weight.grad, weight.grad.bfloat16().float()), "more bits than bfloat16 has"
 

@@ -27,17 +27,9 @@ PHASES = (
     "{from:6,recompute:{segments:2},data:{sequence_length:48}}]"
 )
 RUN = [
-    "experiment=smoke",
-    "data=text",
-    "model.dropout=0.1",
-    f"steps={STEPS}",
-    "optim.warmup_steps=2",
-    "data.eval_bytes=768",
-    "snapshot.every_steps=1",
-    "snapshot.keep_last=99",
-    "observe.progress=false",
-    PHASES,
-]
+    "experiment=smoke", "data=text", "model.dropout=0.1", f"steps={STEPS}", "optim.warmup_steps=2",
+    "data.eval_bytes=768", "snapshot.every_steps=1", "snapshot.keep_last=99", "observe.progress=false", PHASES,
+]  # fmt: skip
 
 
 KEYS = ("loss", "grad_norm", "lr", "tokens", "tokens_seen", "phase")
@@ -57,16 +49,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     make_text(folder / "text")
     resumed = [
         [f"resume=whole/snapshots/step-{step:08d}", f"run_dir=from-{step}", "snapshot.every_steps=null"]
-        for step in (2, 5, 6)
+        for step in (5, 6)
     ]
     run_ranks(2, trained, str(folder), ["run_dir=whole"], *resumed)
     return folder
 
 
-@pytest.mark.quick("5", "6")
-@pytest.mark.parametrize("step", [2, 5, 6])
+@pytest.mark.parametrize("step", [5, 6])
 def test_a_run_goes_on_in_any_phase_and_at_its_border(folder: pathlib.Path, step: int) -> None:
+    """And in another folder, where it tells of the phases that it has seen."""
     assert_same(folder / f"from-{step}", folder / "whole", from_step=step + 1)
+    phases = read_report(folder / f"from-{step}" / "report.json").phases
+    assert [(one.phase, one.first_step) for one in phases] == [(1, 6), (2, 7)][step - 5 :]
 
 
 def test_the_steps_are_those_of_their_phases(folder: pathlib.Path) -> None:
@@ -128,55 +122,37 @@ def test_each_phase_leaves_its_plan_and_schedule(folder: pathlib.Path) -> None:
     assert "F5" not in first
 
 
-def test_a_run_that_goes_on_in_another_folder_tells_the_phases_that_it_has_seen(folder: pathlib.Path) -> None:
-    assert [one.phase for one in read_report(folder / "from-5" / "report.json").phases] == [1, 2]
-    assert [one.first_step for one in read_report(folder / "from-5" / "report.json").phases] == [6, 7]
-    assert [one.phase for one in read_report(folder / "from-6" / "report.json").phases] == [2]
-
-
 # Killed, and gone on ------------------------------------------------------------------------------------------------------
-
-
-def killed(folder: pathlib.Path, num_ranks: int, run: str, step: int, op: str, *options: str) -> None:
-    """The run goes on in its folder from its newest snapshot, until the last rank is killed at an op of `step`."""
-    outcomes = run_outcomes(num_ranks, trained_until, str(folder), num_ranks - 1, f"{op} step={step}", run, options)
-    assert outcomes[num_ranks - 1].exit_code == -signal.SIGKILL
-    assert all(outcome.error for outcome in outcomes[: num_ranks - 1])
-
-
-def trained_until(folder: str, rank: int, where: str, run: str, options: Sequence[str]) -> list[str]:
-    os.environ[VARIABLE] = f"kill rank={rank} op={where}"
-    return trained(folder, [f"run_dir={run}", "resume=auto", *options])
-
-
-@pytest.mark.slow
-def test_a_run_whose_rank_is_killed_goes_on_bit_for_bit(folder: pathlib.Path) -> None:
-    killed(folder, 2, "killed", 5, "1B1")
-    run_ranks(2, trained, str(folder), ["run_dir=killed", "resume=auto"])
-    assert_same(folder / "killed", folder / "whole")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("num_ranks", "options"),
-    [(2, ()), (4, ("parallel.num_replicas=2",)), (4, ("parallel.num_replicas=2", "parallel.zero_stage=1"))],
-)
-def test_a_run_that_is_killed_in_each_phase_goes_on(
-    folder: pathlib.Path, num_ranks: int, options: Sequence[str]
-) -> None:
-    name = f"{num_ranks}-{len(options)}"
-    run_ranks(num_ranks, trained, str(folder), [f"run_dir=whole-{name}", *options])
-    for step, op in ((2, "1B0"), (5, "1B1"), (7, "1F0"), (9, "1F3")):  # the third one is the first step of its phase
-        killed(folder, num_ranks, f"killed-{name}", step, op, *options)
-    run_ranks(num_ranks, trained, str(folder), [f"run_dir=killed-{name}", "resume=auto", *options])
-    assert_same(folder / f"killed-{name}", folder / f"whole-{name}")
-    report = read_report(folder / f"killed-{name}" / "report.json")
+@pytest.mark.parametrize("mesh", ["stages", "replicas"])
+def test_a_run_that_is_killed_in_each_phase_goes_on(folder: pathlib.Path, mesh: str) -> None:
+    """Two stages; and two replicas of one that share out the state."""
+    stage, whole, options = 1, "whole", list[str]()
+    if mesh == "replicas":
+        stage, whole = 0, "whole-replicas"
+        options = ["parallel.num_replicas=2", "pipeline.num_stages=1", "parallel.zero_stage=1"]
+        run_ranks(2, trained, str(folder), [f"run_dir={whole}", *options])
+    for step, op in ((2, "B0"), (5, "B1"), (7, "F0")):  # the third one is the first step of its phase
+        outcomes = run_outcomes(2, killed, str(folder), f"{stage}{op} step={step}", f"run_dir={mesh}", *options)
+        assert outcomes[1].exit_code == -signal.SIGKILL
+        assert outcomes[0].error
+    run_ranks(2, trained, str(folder), [f"run_dir={mesh}", "resume=auto", *options])
+    assert_same(folder / mesh, folder / whole)
+    report = read_report(folder / mesh / "report.json")
     assert [one.phase for one in report.phases] == [0, 1, 2]  # those that were over before it was killed, too
     assert [one.steps for one in report.phases] == [3, 6, 9]
     # A phase is told of from where it was last gone on with, which is a step or two before the kill: a snapshot is whole after the next step.
     for one, begins, last in zip(report.phases, (1, 4, 7), (2, 6, 9)):
         assert begins <= one.first_step <= last
+
+
+def killed(folder: str, where: str, *options: str) -> list[str]:
+    """The run goes on in its folder from its newest snapshot, until rank 1 is killed at an op of a step."""
+    os.environ[VARIABLE] = f"kill rank=1 op={where}"
+    return trained(folder, ["resume=auto", *options])
 
 
 # Over a border, backwards -------------------------------------------------------------------------------------------------

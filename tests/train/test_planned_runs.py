@@ -9,13 +9,9 @@ from commands import PIPETRAIN, environment
 from ranks import PATIENCE_SECONDS
 
 KEYS = [
-    "experiment=smoke",
-    "plan=auto",
-    "plan.memory_budget_bytes=20000000",
-    "pipeline.search_seconds=0",
-    "run_dir=run",
+    "experiment=smoke", "plan=auto", "plan.memory_budget_bytes=20000000", "pipeline.search_seconds=0", "run_dir=run",
     "observe.progress=false",
-]
+]  # fmt: skip
 
 
 @pytest.mark.slow

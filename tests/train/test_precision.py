@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import pathlib
-import shutil
 from dataclasses import replace
 from typing import Any
 
 import deepspeed_runs
 import pytest
 import torch
-import torch.distributed as dist
 from deepspeed_runs import checked_config
 from ranks import run_ranks
 from rounding import rounding
@@ -21,22 +18,13 @@ from pipetrain.config.together import with_steps
 from pipetrain.data.batch import Batch
 from pipetrain.engine.engine import Engine, precision_of
 from pipetrain.models.spec import make_spec, with_compiled_layers
-from pipetrain.snapshot.files import path_of
-from pipetrain.snapshot.reader import Snapshot
-from pipetrain.snapshot.saver import Saver
-from pipetrain.snapshot.state import Part, RunState, tensors_of
 
 CPU = torch.device("cpu")
 VOCABULARY = 64
 TINY = [
-    "experiment=smoke",
-    "model.hidden_size=16",
-    "model.max_position_embeddings=32",
-    "model.dropout=0.1",
-    "data.global_batch_size=4",
-    "pipeline.num_microbatches=2",
-    "optim.warmup_steps=0",
-]
+    "experiment=smoke", "model.hidden_size=16", "model.max_position_embeddings=32", "model.dropout=0.1",
+    "data.global_batch_size=4", "pipeline.num_microbatches=2", "optim.warmup_steps=0",
+]  # fmt: skip
 
 
 def config_of(*options: str) -> RunConfig:
@@ -56,10 +44,7 @@ def losses_of(engine: Engine, steps: range) -> list[float]:
     return [engine.step(step, batch(step), lambda *_: True).loss for step in steps]
 
 
-# Each precision, each built-in model, and a run that goes on ------------------------------------------------------------
-
-PRECISIONS = ("fp32", "bf16-true", "bf16-mixed")
-BF16 = ("precision=bf16-true", "optim.learning_rate=1e-4")
+# Each precision, each built-in model ------------------------------------------------------------
 
 
 def figures(config: RunConfig) -> tuple[list[float], float | None, set[str], set[str]]:
@@ -73,79 +58,24 @@ def figures(config: RunConfig) -> tuple[list[float], float | None, set[str], set
     return losses, heldout, weights, states
 
 
-def train(config: RunConfig, folder: str, *ends: int, start: int = 0) -> list[float]:
-    """Steps after `start`, from its snapshot, with a snapshot at each of `ends`."""
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    engine = engine_of(config)
-    engine.start_at(start + 1)
-    if start:
-        Snapshot(path_of(pathlib.Path(folder), start)).restore(engine.model, engine.optimizer, rank, CPU)
-    saver = Saver(pathlib.Path(folder), rank=rank, agree=largest, keep_last=9, say=print)
-    losses: list[float] = []
-    for end in ends:
-        losses += losses_of(engine, range(start + len(losses) + 1, end + 1))
-        saver.save(RunState(end, num_ranks, {}, {}), tensors_of(engine.model, engine.optimizer, CPU))
-        saver.wait()
-    engine.close()
-    return losses
+def on_a_rank(configs: dict[str, RunConfig]) -> dict[str, Any]:
+    return {name: figures(config) for name, config in configs.items()}
 
 
-def largest(value: int) -> int:
-    if not dist.is_initialized():
-        return value
-    shared = torch.tensor(value)
-    dist.all_reduce(shared, dist.ReduceOp.MAX)
-    return int(shared)
-
-
-def on_a_rank(configs: dict[str, RunConfig], bf16: RunConfig, folder: str) -> tuple[dict[str, Any], list[float]]:
-    return {name: figures(config) for name, config in configs.items()}, train(bf16, folder, 2, 4)
-
-
-@pytest.fixture(scope="module")
-def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], list[float], pathlib.Path]:
-    """What each rank found in each precision; the losses of a bfloat16 run of four steps, and its snapshots after 2 and 4."""
-    folder = tmp_path_factory.mktemp("snapshots")
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+def test_a_built_in_model_trains_in_each_precision(name: str) -> None:
     configs = {
-        f"{name} {precision}": config_of(f"model={name}", f"precision={precision}", "recompute.verify=every")
-        for name in ("llama", "gpt2")
-        for precision in PRECISIONS
+        precision: config_of(f"model={name}", f"precision={precision}", "recompute.verify=every")
+        for precision in ("fp32", "bf16-true", "bf16-mixed")
     }
-    outcomes = run_ranks(2, on_a_rank, configs, config_of(*BF16), str(folder))
-    return [found for found, _ in outcomes], outcomes[0][1], folder
-
-
-@pytest.mark.quick("gpt2")
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_built_in_model_trains_in_each_precision(name: str, on_two_ranks: Any) -> None:
-    for found in on_two_ranks[0]:
-        whole, bf16, autocast = (found[f"{name} {precision}"] for precision in PRECISIONS)
+    for found in run_ranks(2, on_a_rank, configs):
+        whole, bf16, autocast = found.values()
         assert whole[2:] == autocast[2:] == ({"torch.float32"}, {"torch.float32"})
         assert bf16[2:] == ({"torch.bfloat16"}, {"torch.float32"})
         for other in (bf16, autocast):
             assert other[0] == pytest.approx(whole[0], rel=0.01)
             assert other[0] != whole[0]
             assert other[1] == pytest.approx(whole[1], rel=0.01)
-
-
-def saved(folder: pathlib.Path, step: int) -> dict[str, torch.Tensor]:
-    snapshot = Snapshot(path_of(folder, step))
-    return {
-        f"{part}/{name}": tensor
-        for part in (Part.WEIGHTS, Part.OPTIMIZER)
-        for name, tensor in snapshot.tensors(part).items()
-    }
-
-
-def test_masters_go_on_bit_for_bit_over_another_number_of_stages(on_two_ranks: Any, tmp_path: pathlib.Path) -> None:
-    _, losses, whole = on_two_ranks
-    shutil.copytree(path_of(whole, 2), path_of(tmp_path, 2))
-    config = config_of(*BF16, "pipeline.stages_per_rank=3")
-    assert train(config, str(tmp_path), 4, start=2) == losses[2:]
-    ours, theirs = saved(tmp_path, 4), saved(whole, 4)
-    assert any(name.endswith("/master") for name in ours)
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if ours[name].dtype != theirs[name].dtype or not ours[name].equal(theirs[name])] == []
 
 
 def test_what_auto_is() -> None:
@@ -182,7 +112,13 @@ def losses_and_ops(backend: str | None) -> tuple[list[float], list[str], dict[st
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 
 
-def assert_compiled_is_equal(backend: str, tolerance: float) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "tolerance"),
+    # the longest sum; more than an order of sums: it fuses, and has its own exp and tanh
+    [("aot_eager", rounding(torch.float32, terms=VOCABULARY)), ("inductor", 1e-4)],
+)
+def test_compiled_layers_are_recomputed_like_others(backend: str, tolerance: float) -> None:
     plain, compiled = losses_and_ops(None), losses_and_ops(backend)
     assert compiled[0] == pytest.approx(plain[0], rel=tolerance)
     assert compiled[1] == plain[1]
@@ -191,19 +127,8 @@ def assert_compiled_is_equal(backend: str, tolerance: float) -> None:
     for name, gradient in compiled[2].items():
         torch.testing.assert_close(gradient, plain[2][name], rtol=tolerance, atol=tolerance * 0.1)  # of order 0.1
     assert plain[3] == 0
-    assert 0 < compiled[3] <= 9, (
-        "each of three kinds is compiled for training and for evaluation, however many layers there are"
-    )
-
-
-@pytest.mark.slow
-def test_compiled_layers_are_recomputed_like_others() -> None:
-    assert_compiled_is_equal("aot_eager", rounding(torch.float32, terms=VOCABULARY))  # the longest sum
-
-
-@pytest.mark.slow
-def test_layers_compiled_to_machine_code() -> None:
-    assert_compiled_is_equal("inductor", 1e-4)  # more than an order of sums: it fuses, and has its own exp and tanh
+    # Each of three kinds is compiled for training and for evaluation, however many layers there are.
+    assert 0 < compiled[3] <= 9
 
 
 def test_epochs_give_the_steps() -> None:

@@ -5,13 +5,12 @@ import math
 import os
 import pathlib
 import signal
-import socket
 import sys
 from collections.abc import Callable
 
 import pytest
 import torch
-from commands import Process, begin, children_of, end, wait_until
+from commands import begin, children_of, end, free_port, listening, wait_until
 from ranks import run_outcomes, run_ranks
 from resumed import assert_same_weights, metrics_of, num_steps_of
 from safetensors.torch import load_file
@@ -69,21 +68,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder
 
 
-@pytest.mark.slow
 def test_figures_are_those_of_all_replicas(folder: pathlib.Path) -> None:
-    for line in metrics_of(folder / "whole"):
-        assert line["tokens"] == line["counted_tokens"] == 8 * 32
-    assert metrics_of(folder / "whole")[-1]["tokens_seen"] == STEPS * 8 * 32
+    lines = metrics_of(folder / "whole")
+    assert {(line["tokens"], line["counted_tokens"]) for line in lines} == {(8 * 32, 8 * 32)}
     report = json.loads((folder / "whole" / "report.json").read_text())
-    assert report["tokens_seen"] == STEPS * 8 * 32
+    assert report["tokens_seen"] == lines[-1]["tokens_seen"] == STEPS * 8 * 32
     assert len(list((folder / "whole" / "events").iterdir())) == 4
 
 
 def test_a_run_goes_on_bit_for_bit(folder: pathlib.Path) -> None:
-    assert (
-        figures(folder / "again", "step", "loss", "grad_norm", "tokens_seen")
-        == figures(folder / "whole", "step", "loss", "grad_norm", "tokens_seen")[4:]
-    )
+    again, whole = (figures(folder / run, "step", "loss", "grad_norm", "tokens_seen") for run in ("again", "whole"))
+    assert again == whole[4:]
     assert_same_weights(folder / "again", folder / "whole")
 
 
@@ -127,17 +122,15 @@ def with_a_gradient_of_one_replica_that_is_not_finite(folder: str) -> list[dict[
 
             def spoil(gradient: Tensor) -> Tensor:
                 count[0] += 1
-                return (
-                    gradient * math.inf if 4 < count[0] <= 8 else gradient
-                )  # microbatches of step 3, and of its repetition
+                # microbatches of step 3, and of its repetition
+                return gradient * math.inf if 4 < count[0] <= 8 else gradient
 
             next(iter(steps.engine.model.named_parameters()))[1].register_hook(spoil)
         return run(steps, look, largest)
 
     Steps.run = run_watched  # type: ignore[method-assign]
-    assert train(folder, ("run_dir=refused", *TWO_BY_TWO, "guard=skip", "steps=4", "parallel.check_every_steps=1")) == [
-        0
-    ]
+    options = ("guard=skip", "steps=4", "parallel.check_every_steps=1")
+    assert train(folder, ("run_dir=refused", *TWO_BY_TWO, *options)) == [0]
     return after
 
 
@@ -175,18 +168,9 @@ def with_a_weight_that_changes_in_one_replica(folder: str, every: str) -> list[s
 
     Steps.run = run_watched  # type: ignore[method-assign]
     os.chdir(folder)
+    mesh = ("parallel.num_replicas=2", "pipeline.num_stages=1", f"parallel.check_every_steps={every}")
     try:
-        train_as_rank(
-            load_config(
-                [
-                    *RUN,
-                    "run_dir=differs",
-                    "parallel.num_replicas=2",
-                    "pipeline.num_stages=1",
-                    f"parallel.check_every_steps={every}",
-                ]
-            )
-        )
+        train_as_rank(load_config([*RUN, "run_dir=differs", *mesh]))
     except PipelineError as error:
         return [str(error), *sorted(path.name for path in pathlib.Path("differs/snapshots").glob("step-*"))]
     return []
@@ -211,8 +195,8 @@ LONG = 25
 PLAIN = (*TWO_BY_TWO, "model.dropout=0", f"steps={LONG}")
 
 
-def killed(folder: str, rank: int, *words: str) -> None:
-    os.environ["PIPETRAIN_FAULTS"] = f"kill rank={rank} op={rank % 2}F1 step=7"
+def killed(folder: str, *words: str) -> None:
+    os.environ["PIPETRAIN_FAULTS"] = "kill rank=3 op=1F1 step=7"
     os.chdir(folder)
     train_as_rank(load_config([*RUN, *words]))
 
@@ -227,42 +211,21 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "rank",
-    [pytest.param(0, marks=pytest.mark.slow), 3, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (1, 2))],
-)
-def test_a_killed_rank_is_named_and_the_run_goes_on_bit_for_bit(plain: pathlib.Path, rank: int) -> None:
-    run = f"killed-{rank}"
-    outcomes = run_outcomes(4, killed, str(plain), rank, f"run_dir={run}", *PLAIN)
-    assert outcomes[rank].exit_code == -signal.SIGKILL
-    others = [outcome for outcome in outcomes if outcome.rank != rank]
+def test_a_killed_rank_is_named_and_the_run_goes_on_bit_for_bit(plain: pathlib.Path) -> None:
+    *others, lost = run_outcomes(4, killed, str(plain), "run_dir=killed", *PLAIN)
+    assert lost.exit_code == -signal.SIGKILL
     assert all(outcome.error for outcome in others)
-    assert any(f"rank {rank} (replica {rank // 2}, stage {rank % 2})" in str(outcome.error) for outcome in others)
-    assert run_ranks(4, train, str(plain), (f"run_dir={run}", "resume=auto", *PLAIN)) == [[0]] * 4
-    assert figures(plain / run, "step", "loss", "grad_norm") == figures(plain / "plain", "step", "loss", "grad_norm")
-    assert_same_weights(plain / run, plain / "plain")
-
-
-@pytest.mark.slow
-def test_a_run_that_lost_a_replica_goes_on_with_one_less(plain: pathlib.Path) -> None:
-    """Two ranks are left of four, and `auto` is what the user typed: the batches are the same, and so are the losses."""
-    words = ("run_dir=less", *PLAIN, "parallel.num_replicas=auto")
-    run_outcomes(4, killed, str(plain), 2, *words)
-    assert run_ranks(2, train, str(plain), ("resume=auto", *words)) == [[0]] * 2
-    lines = metrics_of(plain / "less")
-    assert [line["step"] for line in lines] == list(range(1, LONG + 1))
-    assert [line["tokens_seen"] for line in lines] == [line["tokens_seen"] for line in metrics_of(plain / "plain")]
-    ours, theirs = ([row[0] for row in figures(plain / run, "loss")][4:24] for run in ("less", "plain"))
-    assert ours == pytest.approx(theirs, abs=1e-5)
-    assert json.loads((plain / "less" / "plan.json").read_text())["num_replicas"] == 1
+    assert any("rank 3 (replica 1, stage 1)" in str(outcome.error) for outcome in others)
+    assert run_ranks(4, train, str(plain), ("run_dir=killed", "resume=auto", *PLAIN)) == [[0]] * 4
+    ours, theirs = (figures(plain / run, "step", "loss", "grad_norm") for run in ("killed", "plain"))
+    assert ours == theirs
+    assert_same_weights(plain / "killed", plain / "plain")
 
 
 @pytest.mark.slow
 def test_torchrun_goes_on_with_the_machines_that_are_left(plain: pathlib.Path) -> None:
     """Two scripts are two machines with a replica each; one of them is killed, with its ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     script = ["bash", str(pathlib.Path(__file__).resolve().parents[2] / "launch" / "multinode.sh")]
     variables = {
         "NODES": "1:2", "RANKS_PER_NODE": "2", "RENDEZVOUS": f"127.0.0.1:{port}", "MAX_RESTARTS": "3", "PYTHON": sys.executable,
@@ -272,7 +235,7 @@ def test_torchrun_goes_on_with_the_machines_that_are_left(plain: pathlib.Path) -
     run = plain / "elastic"
     wait_until(lambda: num_steps_of(run) >= 5, first)
     assert json.loads((run / "plan.json").read_text())["num_replicas"] == 2
-    lost, left = (first, second) if _hosts(second, port) else (second, first)
+    lost, left = (first, second) if port in {open_port for _, open_port in listening(second.pid)} else (second, first)
     for pid in (*children_of(lost.pid), lost.pid):
         os.kill(pid, signal.SIGKILL)
     code, stderr = end(left)
@@ -283,14 +246,3 @@ def test_torchrun_goes_on_with_the_machines_that_are_left(plain: pathlib.Path) -
     ours, theirs = figures(run, "step", "loss"), figures(plain / "plain", "step", "loss")
     assert [row[0] for row in ours] == [row[0] for row in theirs]
     assert [row[1] for row in ours] == pytest.approx([row[1] for row in theirs], abs=1e-5)
-
-
-def _hosts(process: Process, port: int) -> bool:
-    """Whether it is the torchrun that listens at `port` for the others."""
-    sockets = {os.readlink(link) for link in pathlib.Path(f"/proc/{process.pid}/fd").iterdir() if link.is_symlink()}
-    listening = [
-        line.split() for name in ("tcp", "tcp6") for line in pathlib.Path(f"/proc/net/{name}").read_text().splitlines()
-    ]
-    return any(
-        row[3] == "0A" and row[1].endswith(f":{port:04X}") and f"socket:[{row[9]}]" in sockets for row in listening[1:]
-    )

@@ -68,13 +68,9 @@ def test_between_two_reports_the_figures_that_each_rank_knows_are_written(
     monkeypatch.setattr(steps, "MOST_SHARE", 1e-9)
     phases = "phases=[{from:0},{from:14,recompute:{mode:never}}]"
     run = [
-        "experiment=smoke",
-        "steps=22",
-        "observe.progress=false",
-        f"run_dir={tmp_path}/run",
-        "pipeline.num_stages=1",
+        "experiment=smoke", "steps=22", "observe.progress=false", f"run_dir={tmp_path}/run", "pipeline.num_stages=1",
         phases,
-    ]
+    ]  # fmt: skip
     assert train(load_config(run)).code is Exit.DONE
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 23))

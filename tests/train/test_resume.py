@@ -8,7 +8,7 @@ import signal
 
 import pytest
 from commands import PIPETRAIN, children_of, end, torchrun, wait_until
-from resumed import STEPS, assert_same_training, finish, kill_at_random, metrics_of, num_steps_of, start
+from resumed import STEPS, assert_same_training, finish, kill_at_random, num_steps_of, start
 from small_text import make_text
 
 from pipetrain.snapshot.files import steps_in
@@ -21,13 +21,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("runs")
     make_text(folder / "text")
     finish(folder, "run_dir=whole", "snapshot.every_steps=null")
-    return folder
-
-
-@pytest.mark.slow
-def test_a_run_without_snapshots_has_none(folder: pathlib.Path) -> None:
     assert not (folder / "whole" / "snapshots").exists()
-    assert len(metrics_of(folder / "whole")) == STEPS
+    return folder
 
 
 @pytest.mark.slow
@@ -52,12 +47,12 @@ def test_usr1_saves_and_the_run_goes_on_over_three_stages(folder: pathlib.Path) 
     assert json.loads((folder / "gone-on" / "report.json").read_text())["steps"] == STEPS
 
 
-def with_restarts(folder: pathlib.Path, name: str, num_kills: int, seed: int, num_ranks: int = 2, *more: str) -> str:
+def with_restarts(folder: pathlib.Path, name: str, num_kills: int, num_ranks: int, *more: str) -> str:
     """A run under torchrun of which a rank is killed again and again."""
     launcher = [*torchrun(), f"--nproc-per-node={num_ranks}", f"--max-restarts={num_kills}", "--monitor-interval=0.1"]
     options = [f"run_dir={name}", "resume=auto", f"pipeline.num_stages={num_ranks}", *more]
     process = start(folder, [*launcher, "-m", "pipetrain.train"], *options)
-    kills = kill_at_random(process, folder / name, num_kills, random.Random(seed))
+    kills = kill_at_random(process, folder / name, num_kills, random.Random(num_kills))
     ranks = children_of(process.pid)
     code, stderr = end(process)
     assert code == 0, stderr
@@ -68,7 +63,8 @@ def with_restarts(folder: pathlib.Path, name: str, num_kills: int, seed: int, nu
 
 @pytest.mark.slow
 def test_random_kills_change_nothing(folder: pathlib.Path) -> None:
-    stderr = with_restarts(folder, "killed", 3, seed=1)
+    """Of four ranks; `make soak` tries hundreds."""
+    stderr = with_restarts(folder, "killed", 4, 4)
     assert "going on from" in stderr
     assert "damaged" not in stderr
     assert_same_training(folder / "killed", folder / "whole")
@@ -78,19 +74,11 @@ def test_random_kills_change_nothing(folder: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ten_random_kills_change_nothing(folder: pathlib.Path, num_ranks: int) -> None:
-    with_restarts(folder, f"soak-{num_ranks}", 10, seed=num_ranks, num_ranks=num_ranks)
-    assert_same_training(folder / f"soak-{num_ranks}", folder / "whole")
-
-
-@pytest.mark.slow
 def test_bfloat16_weights_and_their_masters_survive_kills_and_other_stages(folder: pathlib.Path) -> None:
     """The masters hold what the weights have lost: a run that goes on from the weights alone has other losses."""
     finish(folder, "precision=bf16-true", "run_dir=masters-whole", "snapshot.every_steps=null")
     options = ["precision=bf16-true", "snapshot.keep_last=99"]
-    with_restarts(folder, "masters", 3, 4, 2, *options)
+    with_restarts(folder, "masters", 2, 2, *options)
     assert_same_training(folder / "masters", folder / "masters-whole")
     middle = folder / "masters" / "snapshots" / "step-00000020"
     finish(folder, *options, f"resume={middle}", "run_dir=masters-three", "pipeline.num_stages=3")

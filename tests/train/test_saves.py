@@ -50,18 +50,9 @@ def test_weights_do_not_change_before_they_are_copied(tmp_path: pathlib.Path, mo
     monkeypatch.setattr(Saver, "before_update", announced)
     monkeypatch.setattr(saver_module, "_image", late_copies)
     make_text(tmp_path / "text")
+    typed = [f"data.path={tmp_path / 'text'}", f"run_dir={tmp_path / 'run'}", "snapshot.keep_last=9"]
     try:
-        assert (
-            rank.main(
-                [
-                    *OPTIONS.split(),
-                    f"data.path={tmp_path / 'text'}",
-                    f"run_dir={tmp_path / 'run'}",
-                    "snapshot.keep_last=9",
-                ]
-            )
-            == 0
-        )
+        assert rank.main([*OPTIONS.split(), *typed]) == 0
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

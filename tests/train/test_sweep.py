@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 from typing import Any
@@ -71,30 +72,19 @@ def test_a_job_that_fails_is_named_and_the_others_are_run(folder: pathlib.Path) 
     assert done.returncode == 1, done.stderr
     jobs = jobs_of(sweep_folder(done.stdout))
     assert [job["code"] for job in jobs] == [1, 0]
-    line = done.stderr.splitlines()[-1]
-    assert line.startswith("pipetrain: job 0 (")
-    assert "optim.learning_rate=1e+38" in line or "optim.learning_rate=1e38" in line
-    assert "ended with exit code 1" in line
+    assert re.match(
+        r"pipetrain: job 0 \(.*optim.learning_rate=1e\+?38.*ended with exit code 1", done.stderr.splitlines()[-1]
+    )
     assert (pathlib.Path(jobs[1]["run_dir"]) / "report.json").is_file()
 
 
 @pytest.mark.slow
-def test_submitit_runs_jobs_in_folders_of_a_template(folder: pathlib.Path) -> None:
-    options = ["seed=1,2", "hydra/launcher=submitit_local", "hydra.sweep.dir=sweep", "run_dir=mine/of-${seed}"]
-    done = run(folder, *ALONE, *options)
-    assert done.returncode == 0, done.stderr
-    assert sweep_folder(done.stdout) == folder / "sweep"
-    for seed in (1, 2):
-        assert f"seed: {seed}\n" in config_of(str(folder / "mine" / f"of-{seed}"))
-        assert num_steps_of(folder / "mine" / f"of-{seed}") == 3
-
-
-@pytest.mark.slow
 def test_jobs_under_submitit_are_stopped_and_killed_one_by_one(folder: pathlib.Path) -> None:
-    """One is asked to stop; of another the process that Hydra waits for is killed: that one is named, and the others are whole."""
-    options = [*ALONE, "steps=100000,3", "seed=1,2", "hydra/launcher=submitit_local", "hydra.sweep.dir=sweep"]
-    process = begin(folder, [*SWEEP, *TINY, *options])
-    runs = [folder / "sweep" / name for name in ("0", "1")]  # the long ones: `steps` comes before `seed`
+    """In folders of a template. One is asked to stop; of another the process that Hydra waits for is killed: that one is named, and the
+    others are whole."""
+    submitit = ["hydra/launcher=submitit_local", "hydra.sweep.dir=sweep", "run_dir=mine/${steps}-of-${seed}"]
+    process = begin(folder, [*SWEEP, *TINY, *ALONE, "steps=100000,3", "seed=1,2", *submitit])
+    runs = [folder / "mine" / f"100000-of-{seed}" for seed in (1, 2)]
     wait_until(lambda: all(num_steps_of(run) >= 1 for run in runs), process)
     asked, killed = map(launcher_of, runs)
     os.kill(asked, signal.SIGTERM)
@@ -102,10 +92,12 @@ def test_jobs_under_submitit_are_stopped_and_killed_one_by_one(folder: pathlib.P
     os.kill(killed, signal.SIGTERM)
     stdout, stderr = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 1, stderr
-    assert [job["code"] for job in jobs_of(sweep_folder(stdout))] == [75, None, 0, 0]
-    line = stderr.splitlines()[-1]
-    assert line.startswith("pipetrain: job 1 (")
-    assert "did not say how it ended" in line
+    assert sweep_folder(stdout) == folder / "sweep"
+    assert [job["code"] for job in jobs_of(folder / "sweep")] == [75, None, 0, 0]
+    assert re.match(r"pipetrain: job 1 \(.*did not say how it ended", stderr.splitlines()[-1])
+    for seed in (1, 2):
+        assert f"seed: {seed}\n" in config_of(str(folder / "mine" / f"3-of-{seed}"))
+        assert num_steps_of(folder / "mine" / f"3-of-{seed}") == 3
 
 
 def parent_of(pid: int) -> int:
@@ -119,7 +111,7 @@ def launcher_of(run_dir: pathlib.Path) -> int:
             words = path.read_text().split("\0")
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if "pipetrain.cli" in words and f"run_dir='{run_dir}'" in words:
+        if "pipetrain.cli" in words and any(word.startswith("run_dir=") and run_dir.name in word for word in words):
             return int(path.parent.name)
     raise AssertionError(f"no process runs {run_dir}")
 

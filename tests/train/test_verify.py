@@ -57,13 +57,6 @@ def test_replicas_are_compared_within_rounding_and_no_more() -> None:
     )
 
 
-@pytest.mark.slow
-def test_one_rank_equals_one_process() -> None:
-    rows = verify._on_ranks(1)
-    assert [row.case for row in rows if not row.is_equal] == []
-    assert len(rows) == len(list(cases(1)))
-
-
 def differences_of_two_replicas() -> list[tuple[str, float]]:
     cases = [Case(model, 2, "1f1b", "overlap", num_replicas=2) for model in ("dense", "transformer")]
     return [difference for case in cases for difference in verify._differences(case)]
@@ -74,5 +67,6 @@ def test_two_replicas_equal_one_process() -> None:
 
 
 @pytest.mark.slow
-def test_all_ranks_equal_one_process() -> None:
-    assert main(["verify"]) == 0
+def test_two_ranks_equal_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--quick"]) == 0
+    assert f"{len(list(cases(2)))} cases, all equal bit for bit" in capsys.readouterr().out
