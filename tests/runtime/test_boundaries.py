@@ -124,11 +124,11 @@ def steps(num_ranks: int) -> list[Case]:
 
 
 def _last_three_apart(num_ranks: int) -> list[int]:
-    return {1: [4], 2: [2, 2], 3: [2, 1, 1]}[num_ranks]
+    return [4] if num_ranks == 1 else [2, 1, 1]
 
 
 def _first_two(num_ranks: int) -> list[int]:
-    return {1: [5], 2: [2, 3], 3: [2, 2, 1]}[num_ranks]
+    return [5] if num_ranks == 1 else [2, 2, 1]
 
 
 def _with_positions(*counts: int) -> list[Any]:
@@ -149,8 +149,7 @@ def _now_and_then() -> Callable[[], Any]:
     return lambda: half() if next(calls) % 2 else contextlib.nullcontext()
 
 
-@pytest.mark.quick("1")
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_a_step_may_be_given(num_ranks: int) -> None:
     run_ranks(num_ranks, run_cases, steps, num_ranks)
 
@@ -186,24 +185,18 @@ def freezing(num_ranks: int) -> list[Case]:
         "by turns": frozen_by_turns((), (0, 1), (2, 3), (0, 1, 2, 3), ()),
         "only one bias": only_one_bias,
     }
-    for name, before in wanted.items():
-        for mode in ("inline", "overlap"):
-            options = {"recompute": mode}
-            cases.append(
-                Case(f"{name}, {mode}", six_linears, lambda: rows(8, 8, 9, 8, 8), options=options, before_step=before)
-            )
+    for number, (name, before) in enumerate(wanted.items()):
+
+        def add(what: str, before: Callable[[int, nn.Sequential], None] = before, **options: Any) -> None:
+            batches = lambda: rows(8, 8, 9, 8, 8)  # noqa: E731
+            cases.append(Case(what, six_linears, batches, options=options, before_step=before))
+
+        add(f"{name}, overlap", recompute="overlap")
         if num_ranks > 1:
-            options = {"schedule": "interleaved", "stages_per_rank": 6 // num_ranks}
-            cases.append(
-                Case(
-                    f"{name}, interleaved",
-                    six_linears,
-                    lambda: rows(8, 8, 9, 8, 8),
-                    options=options,
-                    before_step=before,
-                )
-            )
-            cases += [given_and_frozen(name, before, mode, num_ranks) for mode in ("never", "inline", "overlap")]
+            add(f"{name}, interleaved", schedule="interleaved", stages_per_rank=6 // num_ranks)
+            cases.append(given_and_frozen(name, before, ("never", "inline", "overlap")[number % 3], num_ranks))
+        else:
+            add(f"{name}, inline", recompute="inline")
     return cases
 
 
@@ -218,7 +211,6 @@ def six_linears() -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Tanh()) for _ in range(6)]
 
 
-@pytest.mark.quick("1")
-@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_layers_that_need_no_gradient(num_ranks: int) -> None:
     run_ranks(num_ranks, run_cases, freezing, num_ranks)
