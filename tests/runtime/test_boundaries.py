@@ -174,37 +174,31 @@ def only_one_bias(step: int, model: nn.Sequential) -> None:
         parameter.requires_grad_(name == "3.0.bias")
 
 
+FREEZES: dict[str, Callable[[int, nn.Sequential], None]] = {
+    "first frozen": frozen(0),
+    "first two frozen": frozen(0, 1),
+    "all but the last frozen": frozen(0, 1, 2, 3, 4),
+    "all but the first frozen": frozen(1, 2, 3, 4, 5),
+    "middle frozen": frozen(2, 3),
+    "by turns": frozen_by_turns((), (0, 1), (2, 3), (0, 1, 2, 3), ()),
+    "only one bias": only_one_bias,
+}
+
+
 def freezing(num_ranks: int) -> list[Case]:
     cases = []
-    wanted = {
-        "first frozen": frozen(0),
-        "first two frozen": frozen(0, 1),
-        "all but the last frozen": frozen(0, 1, 2, 3, 4),
-        "all but the first frozen": frozen(1, 2, 3, 4, 5),
-        "middle frozen": frozen(2, 3),
-        "by turns": frozen_by_turns((), (0, 1), (2, 3), (0, 1, 2, 3), ()),
-        "only one bias": only_one_bias,
-    }
-    for number, (name, before) in enumerate(wanted.items()):
-
-        def add(what: str, before: Callable[[int, nn.Sequential], None] = before, **options: Any) -> None:
-            batches = lambda: rows(8, 8, 9, 8, 8)  # noqa: E731
-            cases.append(Case(what, six_linears, batches, options=options, before_step=before))
-
-        add(f"{name}, overlap", recompute="overlap")
+    for number, (name, before) in enumerate(FREEZES.items()):
+        mode = ("never", "inline", "overlap")[number % 3]
+        # A schedule that is given, as `pipetrain train` does, has B for stages that may not need one.
+        given = make_schedule("1f1b", num_stages=num_ranks, num_microbatches=4, recompute=mode)
+        different: dict[str, dict[str, Any]] = {"overlap": {"recompute": "overlap"}, "inline": {"recompute": "inline"}}
         if num_ranks > 1:
-            add(f"{name}, interleaved", schedule="interleaved", stages_per_rank=6 // num_ranks)
-            cases.append(given_and_frozen(name, before, ("never", "inline", "overlap")[number % 3], num_ranks))
-        else:
-            add(f"{name}, inline", recompute="inline")
+            different["inline"] = {"schedule": "interleaved", "stages_per_rank": 6 // num_ranks, "recompute": "inline"}
+            different[f"given {mode}"] = {"schedule": given, "recompute": mode}
+        for what, options in different.items():
+            batches = lambda: rows(8, 8, 9, 8, 8)  # noqa: E731
+            cases.append(Case(f"{name}, {what}", six_linears, batches, options=options, before_step=before))
     return cases
-
-
-def given_and_frozen(name: str, before: Callable[[int, nn.Sequential], None], mode: str, num_ranks: int) -> Case:
-    """A schedule that is given, as `pipetrain train` does, has B for stages that may not need one."""
-    given = make_schedule("1f1b", num_stages=num_ranks, num_microbatches=4, recompute=mode)
-    options = {"schedule": given, "recompute": mode}
-    return Case(f"{name}, given {mode}", six_linears, lambda: rows(8, 9, 8), options=options, before_step=before)
 
 
 def six_linears() -> list[nn.Module]:
