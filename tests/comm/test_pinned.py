@@ -278,7 +278,7 @@ class Looks(nn.Module):
         return x
 
 
-class Watched(CpuDevice):
+class Watched(LateDevice):
     """Looks where a GPU would."""
 
     def watch_waits(self, on_wait: OnWait) -> AbstractContextManager[None]:
@@ -308,13 +308,8 @@ def test_what_pipetrain_waits_for_itself_is_not_told(monkeypatch: pytest.MonkeyP
     assert told == []
 
 
-class WatchedLate(LateDevice):
-    def watch_waits(self, on_wait: OnWait) -> AbstractContextManager[None]:
-        return _waits_seen(on_wait)
-
-
 def test_a_first_step_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "make_lanes", lambda rank, device: Lanes(rank, WatchedLate()))
+    monkeypatch.setattr(runtime, "make_lanes", lambda rank, device: Lanes(rank, Watched()))
     layers = [nn.Linear(2, 2), Looks()]
     with (
         warnings.catch_warnings(record=True, action="always") as told,

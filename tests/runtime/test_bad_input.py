@@ -124,23 +124,20 @@ def test_a_model_that_cannot_be_cut() -> None:
 
 
 def make_with_own_arguments() -> list[str]:
-    return [makes_with_own(name) for name in ("model", "seed", "plan", "schedule", "generator")]
-
-
-def makes_with_own(name: str) -> str:
-    own = dist.get_rank()
-    model = make_spec(ModelConfig(hidden_size=32, rope_theta=100.0 + own), 7) if name == "model" else linears()
-    options: dict[str, Any] = {
-        "model": {},
-        "seed": {"seed": own},
-        "plan": {"num_microbatches": 2 + own},
-        "schedule": {"recompute": ["inline", "overlap"][own]},
-        "generator": {"schedule": own_order},
-    }[name]
-    what = {"generator": "schedule"}.get(name, name)
-    with pytest.raises(ValueError, match=f"rank 1 was given another {what} than rank 0") as caught:
-        Pipeline(model, mean_square, timeout_seconds=NEVER_SECONDS, **options)
-    return str(caught.value)
+    own, said = dist.get_rank(), []
+    model = make_spec(ModelConfig(hidden_size=32, rope_theta=100.0 + own), 7)
+    given: list[tuple[str, Any, dict[str, Any]]] = [
+        ("model", model, {}),
+        ("seed", linears(), {"seed": own}),
+        ("plan", linears(), {"num_microbatches": 2 + own}),
+        ("schedule", linears(), {"recompute": ["inline", "overlap"][own]}),
+        ("schedule", linears(), {"schedule": own_order}),
+    ]
+    for what, layers, options in given:
+        with pytest.raises(ValueError, match=f"rank 1 was given another {what} than rank 0") as caught:
+            Pipeline(layers, mean_square, timeout_seconds=NEVER_SECONDS, **options)
+        said.append(str(caught.value))
+    return said
 
 
 def test_ranks_given_different_arguments() -> None:

@@ -366,13 +366,10 @@ def test_a_rank_that_cannot_make_its_part_is_named_by_all() -> None:
 
 def makes_with_own_mistake() -> str:
     """Rank 1 is told nonsense: every rank says so, and a good pipeline works afterwards."""
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
     with pytest.raises(ValueError, match=r"pipeline\.num_microbatches=0") as caught:
-        Pipeline(
-            [nn.Linear(8, 8), nn.Linear(8, 8)], num_microbatches=1 - dist.get_rank(), timeout_seconds=NEVER_SECONDS
-        )
-    with Pipeline(
-        [nn.Linear(8, 8), nn.Linear(8, 8)], mean_square, num_microbatches=2, timeout_seconds=NEVER_SECONDS
-    ) as pipeline:
+        Pipeline(layers, num_microbatches=1 - dist.get_rank(), timeout_seconds=NEVER_SECONDS)
+    with Pipeline(layers, mean_square, num_microbatches=2, timeout_seconds=NEVER_SECONDS) as pipeline:
         pipeline.step(*rows(4)[0])
     return str(caught.value)
 
