@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from late_device import LateDevice
-from one_gpu import Shared, compare_all, every_case
+from one_gpu import MODELS, Shared, compare_all, every_case
 from ranks import NEVER_SECONDS, run_ranks
 from torch import Tensor, nn
 
@@ -32,7 +32,7 @@ from pipetrain.runtime.call_programs import Programs
 from pipetrain.runtime.measure import waits_told
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.make import make_schedule
-from pipetrain.schedule.policy import RecomputePolicy
+from pipetrain.schedule.policy import Mode, RecomputePolicy
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.stage import Stage
 from pipetrain.trainer.prepare import predict, prepare
@@ -54,20 +54,13 @@ def test_late_copies_are_waited_for() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_every_case_with_late_copies(num_ranks: int) -> None:
-    run_ranks(num_ranks, compare_all, "cpu", num_ranks, every_case(), copies_end_late)
-
-
-@pytest.mark.slow
-def test_ranks_of_one_device() -> None:
-    """Some of what `make gpu-check` runs on a GPU."""
-    cases = [
-        *every_case(["plain"])[:4],
-        Shared("pairs", "interleaved", "overlap", 2),
-        Shared("normed", "1f1b", "early"),
-    ]
-    assert run_ranks(2, compare_all, "cpu", 2, cases) == [len(cases)] * 2
+def test_each_model_and_mode_with_late_copies() -> None:
+    """A rank in the middle has messages in both directions at both sides."""
+    cases = every_case()[::3]
+    assert {case.model for case in cases} == set(MODELS)
+    assert {case.mode for case in cases} == {mode.value for mode in Mode}
+    assert {case.schedule for case in cases} == {"gpipe", "1f1b", "interleaved"}
+    run_ranks(4, compare_all, "cpu", 4, cases, copies_end_late)
 
 
 def test_a_message_waits_for_its_turn_in_a_slot() -> None:
@@ -189,49 +182,29 @@ def test_words_of_a_plan(given: dict[str, Any], says: str) -> None:
         make_plan(4, num_ranks=2, **given)
 
 
-def nccl_on_cpus() -> str:
-    plan = make_plan(2, num_ranks=2, edges="nccl")
+def are_refused() -> list[str]:
+    """NCCL between CPUs; and what is said to ranks that say which carriers and GPUs they have."""
+    rank, said, layers = dist.get_rank(), [], [nn.Linear(2, 2) for _ in range(3)]
     with pytest.raises(ValueError, match=r"transport\.backend") as caught:
-        Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], plan=plan, timeout_seconds=NEVER_SECONDS)
-    return str(caught.value)
+        Pipeline(layers, plan=make_plan(3, num_ranks=3, edges="nccl"), timeout_seconds=NEVER_SECONDS)
+    said.append(str(caught.value))
+    for carriers, gpus in (((NCCL, NCCL, NCCL), "aba"), ((NCCL, "gloo", "gloo"), "abc")):
+        agreement.carrier_of = lambda edges, device, own=carriers[rank]: own  # type: ignore[misc, assignment]
+        agreement.identity_of = lambda device, own=gpus[rank]: f"GPU {own}"  # type: ignore[misc, assignment]
+        with pytest.raises(ValueError, match="GPU") as caught:
+            Pipeline(layers, timeout_seconds=NEVER_SECONDS)
+        said.append(str(caught.value))
+    return said
 
 
-def test_a_pipeline_refuses_it_on_every_rank() -> None:
-    one, other = run_ranks(2, nccl_on_cpus)
-    assert one == other
-
-
-def on_one_gpu(gpus: list[str]) -> str:
-    """Ranks that say that they are on these GPUs."""
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(agreement, "carrier_of", lambda edges, device: NCCL)
-    monkeypatch.setattr(agreement, "identity_of", lambda device: gpus[dist.get_rank()])
-    with pytest.raises(ValueError, match="GPU") as caught:
-        Pipeline([nn.Linear(2, 2) for _ in gpus], timeout_seconds=NEVER_SECONDS)
-    return str(caught.value)
-
-
-def test_two_ranks_on_one_gpu_under_nccl() -> None:
-    said = run_ranks(3, on_one_gpu, ["GPU a", "GPU b", "GPU a"])
+def test_two_ranks_on_one_gpu_and_carriers_that_do_not_fit_are_refused_by_all() -> None:
+    said = run_ranks(3, are_refused)
     assert said == [said[0]] * 3
-    assert said[0].startswith("ranks 0 and 2 are both on GPU a, and NCCL connects no two ranks of one GPU")
-    assert "transport.backend=pinned" in said[0]
-    assert "\n" not in said[0]
-
-
-def of_two_kinds() -> str:
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(agreement, "carrier_of", lambda edges, device: "gloo" if dist.get_rank() else NCCL)
-    monkeypatch.setattr(agreement, "identity_of", lambda device: f"GPU {dist.get_rank()}")
-    with pytest.raises(ValueError, match="GPU") as caught:
-        Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], timeout_seconds=NEVER_SECONDS)
-    return str(caught.value)
-
-
-def test_a_gpu_on_one_rank_only() -> None:
-    one, other = run_ranks(2, of_two_kinds)
-    assert one == other
-    assert one.startswith("messages between stages go over gloo on rank 1 and over nccl on rank 0")
+    _, of_one_gpu, of_two_kinds = said[0]
+    assert of_one_gpu.startswith("ranks 0 and 2 are both on GPU a, and NCCL connects no two ranks of one GPU")
+    assert "transport.backend=pinned" in of_one_gpu
+    assert "\n" not in of_one_gpu
+    assert of_two_kinds.startswith("messages between stages go over gloo on rank 1 and over nccl on rank 0")
 
 
 # The GPU of a rank ------------------------------------------------------------------------------------------------------
@@ -305,7 +278,7 @@ class Looks(nn.Module):
         return x
 
 
-class Watched(CpuDevice):
+class Watched(LateDevice):
     """Looks where a GPU would."""
 
     def watch_waits(self, on_wait: OnWait) -> AbstractContextManager[None]:
@@ -335,13 +308,8 @@ def test_what_pipetrain_waits_for_itself_is_not_told(monkeypatch: pytest.MonkeyP
     assert told == []
 
 
-class WatchedLate(LateDevice):
-    def watch_waits(self, on_wait: OnWait) -> AbstractContextManager[None]:
-        return _waits_seen(on_wait)
-
-
 def test_a_first_step_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "make_lanes", lambda rank, device: Lanes(rank, WatchedLate()))
+    monkeypatch.setattr(runtime, "make_lanes", lambda rank, device: Lanes(rank, Watched()))
     layers = [nn.Linear(2, 2), Looks()]
     with (
         warnings.catch_warnings(record=True, action="always") as told,

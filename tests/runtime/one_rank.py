@@ -104,3 +104,13 @@ def twins(layers: Sequence[nn.Module]) -> tuple[nn.Sequential, nn.Sequential]:
     """Two equal models without gradients: one for the reference, one for the stages."""
     model = nn.Sequential(*layers)
     return copy.deepcopy(model), copy.deepcopy(model)
+
+
+def assert_equal_gradients(model: nn.Module, reference: nn.Module) -> None:
+    """Bit for bit, strides too; and some parameter has one."""
+    assert any(parameter.grad is not None for parameter in reference.parameters())
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if ours.grad is not None and theirs.grad is not None:
+            assert torch.equal(ours.grad, theirs.grad), f"{name} by {(ours.grad - theirs.grad).abs().max()}"
+            assert ours.grad.stride() == theirs.grad.stride(), name

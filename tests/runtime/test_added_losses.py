@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from one_rank import assert_equal_gradients
 from parity_cases import Case, check_case, mean_square, rows, run_cases, set_dropout
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -42,12 +44,14 @@ class Experts(nn.Module):
         return x + outputs[rows, chosen] * share[rows, chosen, None]
 
 
-class Twice(nn.Module):
-    """Two losses, one of which it gives on as well."""
-
+class Inner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(8, 8)
+
+
+class Twice(Inner):
+    """Two losses, one of which it gives on as well."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.inner(x)
@@ -56,12 +60,8 @@ class Twice(nn.Module):
         return torch.tanh(hidden)
 
 
-class Cuts(nn.Module):
+class Cuts(Inner):
     """Its output needs no gradient, and what it adds does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.inner(x)
@@ -69,12 +69,8 @@ class Cuts(nn.Module):
         return hidden.detach().sign()
 
 
-class InPlace(nn.Module):
+class InPlace(Inner):
     """Changes what it has added, after it was added."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Any:
         aux = self.inner(x).mean()
@@ -88,24 +84,19 @@ class Joins(nn.Module):
         return value * (1 + aux)
 
 
-class Double(nn.Module):
+class Double(Inner):
     """A loss of another dtype than `loss_fn`'s."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         add_loss(self.inner.weight.double().square().mean())
         return self.inner(x)
 
 
-class Sometimes(nn.Module):
+class Sometimes(Inner):
     """Adds a loss for every second row count: in some microbatches and steps, and not in others."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(8, 8)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -116,7 +107,7 @@ class Sometimes(nn.Module):
         return hidden
 
 
-class GradientInside(nn.Module):
+class GradientInside(Inner):
     """Takes a gradient in its forward, so that it starts again in its first F; before that it has added a loss.
 
     `has_fallback`: it catches what gets it out, and so has ended when it starts again.
@@ -124,7 +115,6 @@ class GradientInside(nn.Module):
 
     def __init__(self, *, has_fallback: bool) -> None:
         super().__init__()
-        self.inner = nn.Linear(8, 8)
         self.caught = BaseException if has_fallback else ()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -138,12 +128,8 @@ class GradientInside(nn.Module):
         return hidden * slope
 
 
-class Checkpointed(nn.Module):
+class Checkpointed(Inner):
     """A method in which it adds a loss runs again in the backward, by torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Any:
         return checkpoint(self.body, x, use_reentrant=False)
@@ -180,7 +166,8 @@ def test_on_one_rank(mode: Mode, num_stages: int, layers: Callable[[], Sequence[
     "options", [{"segments": 3}, {"segments": 2, "last_stage": "always"}, {"selective": ("addmm",)}], ids=str
 )
 def test_recomputed_in_parts_and_selectively(options: dict[str, Any]) -> None:
-    check_case(case(recompute=RecomputePolicy("inline", **options), stages_per_rank=1))
+    """Scale multiplies the gradient and not the loss."""
+    check_case(replace(case(recompute=RecomputePolicy("inline", **options), stages_per_rank=1), scale=4.0))
 
 
 @pytest.mark.parametrize("has_fallback", [False, True])
@@ -211,10 +198,6 @@ def test_a_later_change_in_place_does_not_count() -> None:
     found = reference_step(layers, mean_square, inputs, targets, num_microbatches=1)
     value, doubled = layers[0](inputs)
     assert torch.equal(found, (mean_square(layers[1]((value, doubled)), targets) + doubled / 2).detach())
-
-
-def test_scale_multiplies_the_gradient_and_not_the_loss() -> None:
-    check_case(Case("scale", experts, lambda: rows(9, 12), options={"stages_per_rank": 2}, scale=4.0))
 
 
 def some_on_ranks(num_ranks: int) -> list[Case]:
@@ -284,12 +267,8 @@ def test_the_loop_by_hand(reduction: str, weights: Sequence[float]) -> None:
     with Pipeline(model, mean_square, stages_per_rank=3, **options) as pipeline:  # type: ignore[arg-type]
         pipeline._runner._loss_check = None  # a mean, taken as a sum on purpose
         assert torch.equal(pipeline.step(inputs, targets), wanted)
-        for one, other, third in zip(model.parameters(), plain.parameters(), again.parameters()):
-            assert one.grad is not None
-            assert other.grad is not None
-            assert third.grad is not None
-            assert torch.equal(one.grad, other.grad)
-            assert torch.equal(third.grad, other.grad)
+        assert_equal_gradients(model, plain)
+        assert_equal_gradients(again, plain)
 
 
 @pytest.mark.parametrize("segments", [1, 2])
@@ -333,12 +312,11 @@ def test_a_loss_that_is_not_finite_is_found_in_its_layer() -> None:
 # What is refused, and plain torch -------------------------------------------------------------------------------------
 
 
-class Adds(nn.Module):
+class Adds(Inner):
     """Adds what `make` gives."""
 
     def __init__(self, make: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.inner = nn.Linear(8, 8)
         self.make = make
 
     def forward(self, x: Tensor) -> Tensor:
@@ -380,7 +358,4 @@ def test_in_plain_torch_it_does_nothing() -> None:
         if isinstance(module, Experts):
             module.scale = 0.0
     mean_square(plain(inputs), targets).backward()
-    for one, other in zip(model.parameters(), plain.parameters()):
-        assert one.grad is not None
-        assert other.grad is not None
-        assert torch.equal(one.grad, other.grad)
+    assert_equal_gradients(model, plain)

@@ -124,13 +124,11 @@ EXPECTED = {
 }
 
 
-@pytest.mark.quick("inputs-early", "weights-inline", "largest-overlap")
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        ("output", "overlap"),
-        ("gradient", "overlap"),
-        ("gradient", "never"),
+        pytest.param("output", "overlap", marks=pytest.mark.slow),
+        pytest.param("gradient", "overlap", marks=pytest.mark.slow),
         ("inputs", "early"),
         ("weights", "inline"),
         ("largest", "overlap"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import random
 import re
 import select
 import signal
@@ -112,26 +111,13 @@ def last_line(outcome: Outcome, kind: str) -> str:
     return lines[-1]
 
 
-@pytest.mark.quick(
-    "1-when0-1F1-compute-never",
-    "0-when1-0F0-compute-overlap",
-    "3-when2-3F2-compute-overlap",
-    "0-when6-0B1-compute-overlap",
-    "3-when7-3B3-compute-never",
-    "2-when8-2B0-compute-early",
-)
 @pytest.mark.parametrize(
     ("at_rank", "when", "op", "lane", "mode"),
     [
         (1, {"forward": 2}, "1F1", "compute", "never"),  # with R 1R0 may come before it
-        pytest.param(0, {"forward": 1}, "0F0", "compute", "overlap", marks=pytest.mark.slow),
-        pytest.param(3, {"forward": 3}, "3F2", "compute", "overlap", marks=pytest.mark.slow),
-        (1, {"forward": 2 * M + 2}, r"1[FR]\d", r"\w+", "overlap"),
         (0, {"forward": M + 1}, "0R0", "recompute", "overlap"),
         (2, {"forward": M + 2}, "2R1", "compute", "inline"),
-        (0, {"backward": 2}, "0B1", "compute", "overlap"),
         (3, {"backward": 4}, "3B3", "compute", "never"),
-        (2, {"backward": M + 1}, "2B0", "compute", "early"),
     ],
 )
 def test_a_rank_that_raises(at_rank: int, when: dict[str, int], op: str, lane: str, mode: str) -> None:
@@ -150,23 +136,13 @@ def test_a_rank_that_raises(at_rank: int, when: dict[str, int], op: str, lane: s
             assert re.search(rf"{place}: BrokenOnPurpose: the answer is 43", last_line(outcome, "PipelineError"))
 
 
-def random_deaths(count: int) -> list[Any]:
-    """All but two are slow."""
-    chosen = random.Random(11)
-    deaths = []
-    for number in range(count):
-        kind = chosen.choice(["forward", "backward"])
-        when = {kind: chosen.randint(1, 2 * M)}
-        mode, schedule = chosen.choice(["never", "inline", "overlap"]), chosen.choice(["gpipe", "1f1b"])
-        options = {"recompute": mode, "schedule": schedule}
-        deaths.append(pytest.param(chosen.randrange(4), when, options, marks=pytest.mark.slow if number > 1 else ()))
-    return deaths
-
-
-@pytest.mark.parametrize(("at_rank", "when", "options"), random_deaths(5), ids=str)
+@pytest.mark.parametrize(
+    ("at_rank", "when", "options"),
+    [(1, {"forward": 6}, {"schedule": "gpipe"}), (3, {"backward": 2}, {"schedule": "1f1b", "recompute": "never"})],
+    ids=str,
+)
 def test_a_rank_that_is_killed(at_rank: int, when: dict[str, int], options: dict[str, Any]) -> None:
-    outcomes = run_outcomes(4, train, kill_it, at_rank, when, options)
-    check_killed(outcomes, at_rank)
+    check_killed(run_outcomes(4, train, kill_it, at_rank, when, options), at_rank)
 
 
 def check_killed(outcomes: list[Outcome], killed: int) -> None:
@@ -195,7 +171,7 @@ def train_and_tell(path: str, at_rank: int) -> None:
             Path(path).write_text(str(os.getpid()))
 
 
-@pytest.mark.parametrize("at_rank", [0, 1, 2])
+@pytest.mark.parametrize("at_rank", [0, 1])
 def test_a_rank_that_is_killed_from_outside(at_rank: int, tmp_path: Path) -> None:
     fifo = tmp_path / "pid"
     os.mkfifo(fifo)
@@ -215,31 +191,18 @@ def beside_one_that_hangs(path: str, at_rank: int, when: dict[str, int]) -> None
         (folder / f"ended-{rank}").touch()
 
 
-@pytest.mark.parametrize(
-    ("at_rank", "when", "waits"),
-    [
-        # F1 has left rank 1 where rank 2 had taken F0 by then.
-        (1, {"forward": 3}, r"rank [02] waits in (2RECV_F[12]|0RECV_B0) from rank 1"),
-        pytest.param(
-            2,
-            {"backward": M + 1},
-            r"rank (1 waits in 1RECV_B\d from rank 2|0 waits in 0RECV_B\d from rank 1)",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_a_rank_that_hangs(at_rank: int, when: dict[str, int], waits: str, tmp_path: Path) -> None:
-    outcomes = run_outcomes(3, beside_one_that_hangs, str(tmp_path), at_rank, when)
+def test_a_rank_that_hangs(tmp_path: Path) -> None:
+    outcomes = run_outcomes(3, beside_one_that_hangs, str(tmp_path), 1, {"forward": 3})
     assert_gone(outcomes)
-    for outcome in outcomes:
-        if outcome.rank != at_rank:
-            assert outcome.exit_code == 1
-            message = last_line(outcome, "PipelineError")
-            assert re.search(rf"{waits}, and nothing came for 30 s", message)
-            # On a busy machine another rank may be late with its word, too.
-            assert re.search(rf"no word from rank (\d, )*{at_rank}[,;]", message)
-            for rank in {0, 1, 2} - {at_rank}:
-                assert re.search(rf"rank {rank} waits (in {rank}RECV|for )", message), "what each rank waits in"
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.exit_code == 1
+        message = last_line(outcome, "PipelineError")
+        # F1 has left rank 1 where rank 2 had taken F0 by then.
+        assert re.search(r"rank [02] waits in (2RECV_F[12]|0RECV_B0) from rank 1, and nothing came for 30 s", message)
+        # On a busy machine another rank may be late with its word, too.
+        assert re.search(r"no word from rank (\d, )*1[,;]", message)
+        for rank in (0, 2):
+            assert re.search(rf"rank {rank} waits (in {rank}RECV|for )", message), "what each rank waits in"
 
 
 def with_a_store_on_rank_0(port: int, harm: Callable[[], None], at_rank: int, when: dict[str, int]) -> None:
@@ -370,10 +333,8 @@ def test_a_message_that_comes_during_a_slow_look_at_the_store_is_taken(monkeypat
     courier.join()
 
 
-@pytest.mark.quick("{'forward': 3}")
-@pytest.mark.parametrize("when", [{"forward": 3}, {"backward": 2}], ids=str)
-def test_the_rank_that_hosts_the_store_is_killed(when: dict[str, int]) -> None:
-    outcomes = run_outcomes(3, with_a_store_on_rank_0, free_port(), kill_it, 0, when)
+def test_the_rank_that_hosts_the_store_is_killed() -> None:
+    outcomes = run_outcomes(3, with_a_store_on_rank_0, free_port(), kill_it, 0, {"forward": 3})
     assert_gone(outcomes)
     assert outcomes[0].exit_code == -signal.SIGKILL
     for outcome in outcomes[1:]:

@@ -113,8 +113,9 @@ def _on_a_rank(name: str, placement: str) -> tuple[list[Tensor], list[tuple[int,
             on_token=lambda *token: told.append(token),
             choose=recorded,
         )
-        ends = [int(made[0][2]), int(made[1][9])]
+        ends = [int(made[0][2]), int(made[1][9])]  # where one of them comes, a text ends
         again = pipeline.generate(SEVERAL if pipeline.is_first else None, max_new_tokens=20, eos=ends)
+        assert len(again[0]) < 20
         assert list(map(len, again)) == [_length_until(ends, tokens, 20) for tokens in made]
         assert all(torch.equal(short, long[: len(short)]) for short, long in zip(again, made))
         return made, told, recorded.logits if pipeline.is_last else []
@@ -149,14 +150,12 @@ def _killed(at_rank: int) -> None:
         pipeline.generate(SEVERAL, max_new_tokens=1000, on_token=on_token)
 
 
-@pytest.mark.quick("1")
-@pytest.mark.parametrize("at_rank", [0, 1, 2])
-def test_a_rank_that_is_killed_is_named(at_rank: int) -> None:
-    for outcome in run_outcomes(3, _killed, at_rank):
-        if outcome.rank == at_rank:
+def test_a_rank_that_is_killed_is_named() -> None:
+    for outcome in run_outcomes(3, _killed, 1):
+        if outcome.rank == 1:
             assert outcome.exit_code == -signal.SIGKILL
         else:
-            assert f"rank {at_rank} is gone" in (outcome.error or ""), outcome
+            assert "rank 1 is gone" in (outcome.error or ""), outcome
 
 
 def _ended_on_one_rank(at_rank: int) -> None:
@@ -176,16 +175,6 @@ def test_a_text_that_ends_on_one_rank_alone_is_an_error(at_rank: int) -> None:
     first, last = run_outcomes(2, _ended_on_one_rank, at_rank)
     assert "on_token ended other texts on rank 1 at token 2" in (first.error or "")
     assert "rank 0" in (last.error or "")
-
-
-def test_a_prompt_ends_where_its_end_token_comes() -> None:
-    free = greedy("llama", 12)
-    ends = [int(free[0][4]), int(free[2][2])]
-    with Pipeline(model_of("llama"), stages_per_rank=2) as pipeline:
-        made = pipeline.generate(SEVERAL, max_new_tokens=12, eos=ends)
-    for tokens, all_of_them in zip(made, free, strict=True):
-        assert tokens.tolist() == all_of_them[: _length_until(ends, all_of_them, 12)].tolist()
-    assert len(made[0]) < 12
 
 
 def test_what_is_longer_than_the_context_goes_on_from_its_latter_half() -> None:
@@ -324,16 +313,10 @@ def test_what_a_tokenizer_gives_is_a_prompt_too() -> None:
         assert torch.equal(padded[1], pipeline.generate(ids[1], max_new_tokens=6)[0])
 
 
-def _of_layers(*layers: nn.Module, **options: Any) -> list[Tensor]:
-    with Pipeline(list(layers)) as pipeline:
-        return pipeline.generate(options.pop("prompts", [[1]]), **{"max_new_tokens": 2, **options})
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"prompts": None}, "no prompts"),
-        ({"prompts": []}, "prompts is empty"),
         ({"prompts": [[1], []]}, r"prompts\[1\] is empty"),
         ({"prompts": "text"}, "prompts is a str"),
         ({"prompts": [[1, -1]]}, r"prompts\[0\] has -1"),
@@ -341,11 +324,9 @@ def _of_layers(*layers: nn.Module, **options: Any) -> list[Tensor]:
         ({"prompts": {"ids": 1}}, "a dict needs input_ids"),
         ({"prompts": {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 3)}}, "the same shape"),
         ({"max_new_tokens": 0}, "max_new_tokens=0: at least 1"),
-        ({"max_new_tokens": 1.5}, "max_new_tokens=1.5"),
         ({"context": 1}, "context=1: at least 2"),
         ({"eos": [-1]}, "eos has -1"),
         ({"temperature": -1.0}, "temperature=-1.0"),
-        ({"temperature": float("nan")}, "temperature=nan"),
         ({"temperature": 1.0, "top_k": 0}, "top_k=0"),
         ({"temperature": 1.0, "top_p": 1.5}, "top_p=1.5"),
         ({"top_k": 5}, "temperature=0 takes the likeliest"),
@@ -353,16 +334,9 @@ def _of_layers(*layers: nn.Module, **options: Any) -> list[Tensor]:
     ],
 )
 def test_mistakes_are_told_before_anything_runs(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        _of_layers(nn.Embedding(8, 8), nn.Linear(8, 8), **options)
-
-
-def test_layers_that_keep_nothing_are_named() -> None:
-    assert len(_of_layers(nn.Embedding(8, 8), nn.Linear(8, 8))[0]) == 2
-    with pytest.raises(
-        ValueError, match=r"layer 1 \(LSTM\) cannot continue from earlier tokens: give it forward_cached"
-    ):
-        _of_layers(nn.Embedding(8, 8), nn.LSTM(8, 8))
+    options = {"prompts": [[1]], "max_new_tokens": 2, **options}
+    with Pipeline([nn.Embedding(8, 8), nn.Linear(8, 8)]) as pipeline, pytest.raises(ValueError, match=said):
+        pipeline.generate(**options)
 
 
 def _mistaken() -> str:
@@ -373,30 +347,10 @@ def _mistaken() -> str:
     return str(found.value)
 
 
-def test_a_mistake_of_one_rank_is_told_by_all() -> None:
+def test_layers_that_keep_nothing_are_named_on_every_rank() -> None:
     first, second = run_ranks(2, _mistaken)
     assert first == second
-    assert "layer 1 (LSTM)" in first
-
-
-def test_positions_and_masks_of_padded_samples() -> None:
-    past = Past([2, 0], torch.device("cpu"))
-    past.begin(3)
-    assert past.positions.tolist() == [[0, 0, 0], [0, 1, 2]]
-    assert past.mask is not None
-    assert past.mask.tolist() == [[False, False, True], [True, True, True]]
-    keys, _ = past.extend("layer", torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 4))
-    past.end()
-    past.begin(1)
-    assert past.positions.tolist() == [[1], [3]]
-    assert past.mask.tolist() == [[False, False, True, True], [True] * 4]
-    assert past.longest == 4
-    for number in range(200):  # beyond the room that there was at first
-        keys, values = past.extend("layer", torch.full((2, 1, 1, 4), number), torch.full((2, 1, 1, 4), -number))
-        past.end()
-        past.begin(1)
-    assert keys[0, 0, :, 0].tolist() == [1.0] * 3 + list(range(200))
-    assert values[1, 0, 3:, 3].tolist() == [-number for number in range(200)]
+    assert "layer 1 (LSTM) cannot continue from earlier tokens: give it forward_cached" in first
 
 
 def test_the_chances_of_tokens() -> None:

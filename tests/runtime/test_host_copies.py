@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -96,9 +94,9 @@ def num_offloaded(case: Case) -> int:
 
 
 @pytest.mark.quick("0")
-@pytest.mark.parametrize("part", range(30))
+@pytest.mark.parametrize("part", range(5))
 def test_no_bit_changes(part: int) -> None:
-    """300 random schedules, modes, models and batches: losses, gradients and buffers of the plain loop."""
+    """50 random schedules, modes, models and batches: losses, gradients and buffers of the plain loop."""
     first, count = 10 * part, 10
     assert sum(num_offloaded(case) > 0 for case in some_cases(first, count)) > count // 3
     assert run_ranks(RANKS, run_small, some_cases, first, count) == [count] * RANKS
@@ -152,10 +150,9 @@ def test_device_and_host_hold_what_check_allows(schedule: str, segments: int) ->
         assert 0.95 * places * on_host <= found["peak"] <= 1.05 * (places * on_host + rest), found
 
 
-@pytest.mark.parametrize("steps", [9, pytest.param(200, marks=pytest.mark.slow)])
-def test_the_pool_does_not_grow_after_the_first_step(steps: int) -> None:
+def test_the_pool_does_not_grow_after_the_first_step() -> None:
     policy = RecomputePolicy(offload="auto", sets=2)  # type: ignore[arg-type]
-    for found in run_ranks(RANKS, train_wide, "1f1b", policy, 8, steps, False):
+    for found in run_ranks(RANKS, train_wide, "1f1b", policy, 8, 9, False):
         assert set(found["pools"]) == {found["pools"][0]}
 
 
@@ -238,18 +235,6 @@ def test_a_machine_without_so_much_memory_is_named() -> None:
     assert checked_limit(None) > 0
 
 
-def too_little(num_bytes: int) -> None:
-    train_wide("1f1b", RecomputePolicy(offload="always", sets=2, host_bytes=num_bytes), 8, 1, False)  # type: ignore[arg-type]
-
-
-def test_a_set_that_does_not_fit_ends_the_run_in_one_line() -> None:
-    outcomes = run_outcomes(RANKS, too_little, 1000)
-    assert_gone(outcomes)
-    line = last_line(outcomes[0], "ValueError")
-    assert "recompute.host_bytes=1000:" in line
-    assert "allow " in line
-
-
 # Faults -----------------------------------------------------------------------------------------------------------------
 
 
@@ -280,10 +265,6 @@ def raises() -> None:
     raise RuntimeError("the copy failed on purpose")
 
 
-def kills() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def hangs() -> None:
     threading.Event().wait(NEVER_SECONDS)
 
@@ -295,14 +276,6 @@ def test_a_copy_that_fails_names_its_op_on_every_rank() -> None:
     assert "rank 1 failed in 1OFFLOAD" in (outcomes[1].error or "")
     for rank in (0, 2):
         assert "rank 1 failed in 1OFFLOAD" in last_line(outcomes[rank], "PipelineError")
-
-
-def test_a_rank_that_is_killed_in_a_copy_is_named() -> None:
-    outcomes = run_outcomes(RANKS, train_with, kills, NEVER_SECONDS)
-    assert_gone(outcomes)
-    assert outcomes[1].exit_code == -signal.SIGKILL
-    for rank in (0, 2):
-        assert "rank 1 is gone" in last_line(outcomes[rank], "PipelineError")
 
 
 @pytest.mark.slow

@@ -158,23 +158,19 @@ def test_a_leaf_that_is_no_parameter_of_the_stage(name: str, mode: str) -> None:
         pipeline.step(*rows(8)[0])
 
 
+def regulariser(output: Tensor, target: Tensor, layers: Sequence[nn.Module] = ()) -> Tensor:
+    return mean_square(output, target) + sum(p.square().sum() for layer in layers for p in layer.parameters())
+
+
 @pytest.mark.parametrize("name", ["regulariser", "closure", "partial"])
 def test_a_loss_that_uses_what_the_last_stage_does_not_have(name: str) -> None:
     layers = [nn.Linear(8, 8), nn.Linear(8, 8)]
     weight = torch.ones(8, requires_grad=True)
     loss, message = {
-        "regulariser": (
-            lambda output, target: (
-                mean_square(output, target) + sum(p.square().sum() for layer in layers for p in layer.parameters())
-            ),
-            r"^loss_fn uses 0.(weight|bias), which is of another stage.*compute that term in a layer of its stage",
-        ),
-        "closure": (lambda output, target: weighted(output, target, weight), rf"^loss_fn {NO_PARAMETER} \(weight of"),
-        "partial": (
-            functools.partial(weighted, weight=weight),
-            rf"^loss_fn {NO_PARAMETER} \(\['weight'\] of partial\)",
-        ),
-    }[name]
+        "regulariser": (lambda *given: regulariser(*given, layers), r"^loss_fn uses 0.(weight|bias), which is of another stage.*compute that term in a layer of its stage"),
+        "closure": (lambda *given: weighted(*given, weight), rf"^loss_fn {NO_PARAMETER} \(weight of"),
+        "partial": (functools.partial(weighted, weight=weight), rf"^loss_fn {NO_PARAMETER} \(\['weight'\] of partial\)"),
+    }[name]  # fmt: skip
     pipeline = Pipeline(layers, loss, num_microbatches=4, **TWO_STAGES)
     with pytest.raises(ValueError, match=message):
         pipeline.step(*rows(8)[0])
@@ -232,13 +228,13 @@ def test_leaves_that_are_as_in_the_plain_loop(name: str, mode: str) -> None:
     check_case(Case(name, RIGHT[name], lambda: rows(8, 9), options=options))
 
 
-def test_a_loss_reads_what_its_stage_leaves() -> None:
+def test_a_loss_reads_what_its_stage_leaves_and_its_weights() -> None:
     last = LeavesLoss(8, 8)
-    layers = [nn.Linear(8, 8), nn.Linear(8, 8), last]
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        return mean_square(output, target) + last.aux[0]
+        return mean_square(output, target) + last.aux[0] + last.weight.square().sum()
 
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8), last]
     with Pipeline(layers, loss, num_microbatches=4, recompute="never", **TWO_STAGES) as pipeline:
         pipeline.step(*rows(8)[0])
 
@@ -252,16 +248,6 @@ def test_weights_that_torch_leaves_in_attributes(mode: str) -> None:
         prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5),
     ]
     with Pipeline(layers, mean_square, num_microbatches=4, recompute=MODES[mode], **TWO_STAGES) as pipeline:
-        pipeline.step(*rows(8)[0])
-
-
-def test_a_regulariser_over_the_last_stage_alone() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return mean_square(output, target) + model[1].weight.square().sum()
-
-    with Pipeline(model, loss, num_microbatches=4, **TWO_STAGES) as pipeline:
         pipeline.step(*rows(8)[0])
 
 

@@ -180,12 +180,8 @@ class Counting(nn.Module):
         return mean_square(output, target)
 
 
-def bound(one: Counting) -> Any:
-    return one.forward
-
-
 @pytest.mark.parametrize(
-    "given", [lambda one: one, bound, lambda one: partial(one)], ids=["module", "method", "partial"]
+    "given", [lambda one: one, lambda one: one.forward, lambda one: partial(one)], ids=["module", "method", "partial"]
 )
 def test_the_state_of_a_loss_is_left_alone(given: Callable[[Counting], Any]) -> None:
     one, plain = Counting(), Counting()

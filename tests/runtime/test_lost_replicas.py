@@ -63,16 +63,8 @@ def named_by_all(outcomes: list[Outcome], lost: int, says: str) -> None:
         ("replica-stage", 1, "1B0"),
         ("stage-replica", 1, "0REDUCE_GRAD.0"),
         ("replicas alone", 2, "0F1"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("replica-stage", 0, "0F1"),
-                ("replica-stage", 2, "0B2"),
-                ("replica-stage", 3, "1REDUCE_GRAD.0"),
-                ("stage-replica", 2, "1F2"),
-                ("replicas alone", 0, "0REDUCE_GRAD.0"),
-            )
-        ),
+        ("replica-stage", 0, "0F1"),
+        ("replica-stage", 3, "1REDUCE_GRAD.0"),
     ],
 )
 def test_a_rank_that_is_killed_is_named_by_every_survivor(order: str, lost: int, op: str) -> None:
@@ -85,7 +77,7 @@ def test_a_rank_that_raises_is_named_in_the_other_replica() -> None:
     outcomes = run_outcomes(4, train, "replica-stage", 3, "1B1", "raise")
     assert outcomes[3].error is not None
     assert "a fault was injected at 1B1" in outcomes[3].error
-    named_by_all(outcomes, 3, "rank 3 (replica 1, stage 1) failed in 1B1")
+    named_by_all(outcomes, 3, "rank 3 (replica 1, stage 1) failed in 1B1 (compute lane, step 2)")
 
 
 def beside_one_that_hangs(path: str, hung: int) -> None:
