@@ -12,7 +12,7 @@ import pytest
 import torch
 from damage import places
 from safetensors.torch import load_file
-from saved import CPU, save, trained
+from saved import save, trained
 
 from pipetrain.snapshot.files import canonical_json
 from pipetrain.snapshot.manifest import NAME, SnapshotDamaged, check_whole, record_of
@@ -83,18 +83,6 @@ def test_a_file_of_another_snapshot_is_found(snapshot: pathlib.Path, name: str) 
         check_whole(snapshot)
 
 
-def test_two_files_that_changed_places_are_found(snapshot: pathlib.Path) -> None:
-    for one, other in ((WEIGHTS, FILES[3]), (WEIGHTS, FILES[4]), ("state.json", NAME)):
-        first, second = (snapshot / one).read_bytes(), (snapshot / other).read_bytes()
-        (snapshot / one).write_bytes(second)
-        (snapshot / other).write_bytes(first)
-        with pytest.raises(SnapshotDamaged):
-            check_whole(snapshot)
-        (snapshot / one).write_bytes(first)
-        (snapshot / other).write_bytes(second)
-    check_whole(snapshot)
-
-
 def rewrite(snapshot: pathlib.Path, change: Callable[[dict], None]) -> None:
     """Another manifest with a checksum that holds: what somebody would do who wants us to read other files."""
     document = json.loads((snapshot / NAME).read_text())
@@ -115,10 +103,10 @@ def test_a_path_that_climbs_out_is_refused(snapshot: pathlib.Path, path: str) ->
         check_whole(snapshot)
 
 
-def test_a_link_to_a_file_outside_is_refused_even_if_its_bytes_are_right(snapshot: pathlib.Path) -> None:
-    outside = snapshot.parent / "outside.safetensors"
-    (snapshot / WEIGHTS).rename(outside)
-    (snapshot / WEIGHTS).symlink_to(outside)
+@pytest.mark.parametrize(("name", "place"), [(WEIGHTS, "../outside.safetensors"), ("state.json", "elsewhere.json")])
+def test_a_link_is_refused_even_if_its_bytes_are_right(snapshot: pathlib.Path, name: str, place: str) -> None:
+    (snapshot / name).rename(snapshot / place)
+    (snapshot / name).symlink_to(snapshot / place)
     with pytest.raises(SnapshotDamaged, match="not inside the snapshot"):
         check_whole(snapshot)
 
@@ -159,13 +147,6 @@ def test_a_manifest_of_fewer_ranks_than_wrote_is_refused(snapshot: pathlib.Path)
     rewrite(snapshot, lambda document: document["files"].append(asdict(record)))
     with pytest.raises(SnapshotDamaged, match=r"state\.json has num_ranks=2, the manifest 1"):
         Snapshot(snapshot)
-
-
-def test_a_state_that_is_a_link_inside_is_refused(snapshot: pathlib.Path) -> None:
-    (snapshot / "state.json").rename(snapshot / "elsewhere.json")
-    (snapshot / "state.json").symlink_to("elsewhere.json")
-    with pytest.raises(SnapshotDamaged, match="not inside the snapshot"):
-        check_whole(snapshot)
 
 
 def test_a_deep_manifest_and_a_pipe_in_its_place(snapshot: pathlib.Path) -> None:
@@ -220,9 +201,3 @@ def test_weights_are_a_safetensors_file_that_others_read(whole: pathlib.Path) ->
     read = load_file(whole / WEIGHTS)
     assert read.keys() == model.state_dict().keys()
     assert all(torch.equal(read[name], value) for name, value in model.state_dict().items())
-
-
-def test_another_model_is_refused(whole: pathlib.Path) -> None:
-    model, optimizer = trained(width=5)
-    with pytest.raises(ValueError, match="snapshot of another model"):
-        Snapshot(whole).restore(model, optimizer, 0, CPU)
