@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from one_rank import CPU, make_stages, run_step, twins
 from parity_cases import mean_square
-from stage_models import LAYERS, Breaks, FunctionalGradInside, GradInside, M, batch, count_call, linear, meter_of
+from stage_models import LAYERS, FunctionalGradInside, GradInside, M, batch, count_call, linear, meter_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,18 +25,7 @@ from pipetrain.stage.errors import RecomputeMismatch
 from pipetrain.stage.meter import ActivationMeter
 from pipetrain.stage.stage import Stage
 
-WHATEVER = (
-    "matmul",
-    "attention",
-    "tanh",
-    "sigmoid",
-    "relu",
-    "gelu",
-    "add",
-    "mul",
-    "exp",
-    "_softmax",
-)
+WHATEVER = ["matmul", "attention", "tanh", "sigmoid", "relu", "gelu", "add", "mul", "exp", "_softmax"]
 
 
 class Counted(TorchDispatchMode):
@@ -120,13 +109,10 @@ def hidden() -> Tensor:
     return torch.randn(5, 6, 32, generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.quick(
-    "fp32-{'dropout': 0.2}",
-    "fp32-{'name': 'gpt2', 'num_key_value_heads': 4}",
-    "bf16-{'name': 'gpt2', 'num_key_value_heads': 4}",
-)
-@pytest.mark.parametrize("keys", [{}, {"dropout": 0.2}, {"name": "gpt2", "num_key_value_heads": 4}], ids=str)
-@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+GPT2 = {"name": "gpt2", "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(("keys", "autocast"), [({"dropout": 0.2}, False), (GPT2, False), (GPT2, True)])
 def test_a_block_equals_the_reference_and_r_multiplies_nothing(keys: dict[str, Any], autocast: bool) -> None:
     keys = {"num_key_value_heads": 2, **keys}
     torch.manual_seed(0)
@@ -346,21 +332,6 @@ def test_an_output_that_r_never_comes_to_is_not_kept() -> None:
     assert stage.kept_bytes == {0: 0}
 
 
-@pytest.mark.parametrize("at", [1, 3, M + 1, 2 * M])
-def test_nothing_is_held_after_a_failure(at: int) -> None:
-    meter = ActivationMeter()
-    stages = make_stages([linear(), Breaks(at), linear()], [3], mean_square, meter, ["matmul"])
-    try:
-        run_step(stages, *batch(), M)
-    except KeyError:
-        pass
-    else:
-        raise AssertionError("the layer did not break")
-    for stage in stages:
-        stage.drop()
-    assert meter.current_bytes == 0
-
-
 # Names -----------------------------------------------------------------------------------------------------------------
 
 
@@ -449,8 +420,7 @@ def test_what_other_stages_may_have_is_not_missed(entry: str) -> None:
 
 
 @pytest.mark.quick("overlap-interleaved-1")
-@pytest.mark.parametrize("segments", [1, 2])
-@pytest.mark.parametrize(("mode", "schedule"), [("inline", "gpipe"), ("overlap", "interleaved")])
+@pytest.mark.parametrize(("mode", "schedule", "segments"), [("inline", "gpipe", 2), ("overlap", "interleaved", 1)])
 def test_a_pipeline_keeps_outputs_and_says_so(mode: str, schedule: str, segments: int) -> None:
     torch.manual_seed(0)
     reference, ours = twins([Block(ModelConfig(hidden_size=32, num_attention_heads=4, dropout=0.1)) for _ in range(4)])
