@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from one_rank import CPU, make_stages, run_step, twins
-from parity_cases import mean_square
+from parity_cases import assert_same_gradients, assert_same_tensors, mean_square
 from stage_models import LAYERS, FunctionalGradInside, GradInside, M, batch, count_call, linear, meter_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,11 +79,8 @@ def check_equal(
         with counted:
             loss = run_step(stages, given.clone(), targets, M, prove=prove, waiting=waiting)
     assert torch.equal(loss, expected)
-    for (name, theirs), parameter in zip(reference.named_parameters(), ours.parameters()):
-        assert (parameter.grad is None) == (theirs.grad is None), name
-        assert parameter.grad is None or torch.equal(parameter.grad, theirs.grad), name
-    for (name, theirs), buffer in zip(reference.named_buffers(), ours.named_buffers()):
-        assert torch.equal(buffer[1], theirs), name
+    assert_same_gradients(ours, reference)  # type: ignore[arg-type]
+    assert_same_tensors(ours.state_dict(), reference.state_dict())
     assert meter.current_bytes == 0
     return counted.ran.get("R", Counter())
 
@@ -433,8 +430,7 @@ def test_a_pipeline_keeps_outputs_and_says_so(mode: str, schedule: str, segments
             for step in range(2):
                 expected = reference_step(reference, mean_square, given, given, num_microbatches=M, step=step)
                 assert torch.equal(pipeline.step(given, given), expected)
-            for theirs, parameter in zip(reference.parameters(), ours.parameters()):
-                assert torch.equal(parameter.grad, theirs.grad)
+            assert_same_gradients(pipeline, reference)
             kept.append((pipeline.report.kept_bytes, pipeline.report.set_bytes))
             reference.zero_grad()
             ours.zero_grad()
