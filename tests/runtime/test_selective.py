@@ -245,7 +245,6 @@ class WritesOnIt(nn.Module):
         return x.mul_(2.0).tanh()
 
 
-@pytest.mark.slow  # loads torch._dynamo
 def test_a_compiled_layer_is_not_looked_into() -> None:
     torch.manual_seed(0)
     wide = nn.Sequential(nn.Unflatten(1, (1, 8)), nn.Linear(8, 8, bias=False), nn.Flatten(1))
@@ -336,7 +335,6 @@ def kept_in(selective: Sequence[str], layers: Sequence[nn.Module], inputs: Tenso
     return check_equal(layers, selective, inputs=inputs, prove=lambda microbatch: False)
 
 
-@pytest.mark.slow
 def test_layers_modules_and_operations_by_name() -> None:
     layers, given = [block(), block(), block()], hidden()
     products = 7 * M  # of a block, in each R
@@ -416,7 +414,6 @@ def test_what_other_stages_may_have_is_not_missed(entry: str) -> None:
 # In a pipeline --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("overlap-interleaved-1")
 @pytest.mark.parametrize(("mode", "schedule", "segments"), [("inline", "gpipe", 2), ("overlap", "interleaved", 1)])
 def test_a_pipeline_keeps_outputs_and_says_so(mode: str, schedule: str, segments: int) -> None:
     torch.manual_seed(0)
