@@ -202,46 +202,25 @@ def test_auto_goes_on_and_other_learning_rates_are_allowed(
     assert capsys.readouterr().err == f"pipetrain: going on from {path_of(tmp_path / 'snapshots', 4)}\n"
 
 
+SHORT = {"from": 2, "data": {"sequence_length": 128}}
+PHASED = RunConfig(steps=4, snapshot=SnapshotConfig(every_steps=2), phases=({"from": 0}, SHORT))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"seed": 1}, r"seed=1: the run of .* had 0, .*; set seed=0, or start a new run with init_from="),
         ({"data": DataConfig(global_batch_size=8)}, r"data\.global_batch_size=8: .* had 16"),
         ({"steps": 3}, r"steps=3: .* has 4 steps behind it; set steps to 4 or more"),
+        ({"phases": ()}, r"phases: the first 4 steps of the run of .* had batches of data\.global_batch_size=16 data\.sequence_length=256 after 0 steps, "),
+        ({"phases": ({"from": 0}, {**SHORT, "from": 3})}, r"let what is new begin with from=4 or later, or start"),
+        ({"phases": ({"from": 0}, {"from": 2, "data": {"global_batch_size": 8}})}, r"here it is .*data\.global_batch_size=8 data\.sequence_length=256 after 2"),
     ],
-)
-def test_another_run_is_not_resumed(tmp_path: pathlib.Path, change: dict[str, object], message: str) -> None:
-    config = RunConfig(steps=4, snapshot=SnapshotConfig(every_steps=2))
-    train(tmp_path, config)
+)  # fmt: skip
+def test_the_steps_behind_a_run_stay(tmp_path: pathlib.Path, change: dict[str, Any], message: str) -> None:
+    train(tmp_path, PHASED)
     with pytest.raises(ValueError, match=message):
-        session(tmp_path, dataclasses.replace(config, resume=str(tmp_path), **change))
-
-
-SHORT = {"from": 2, "data": {"sequence_length": 128}}
-
-
-@pytest.mark.parametrize(
-    ("phases", "message"),
-    [
-        (
-            (),
-            r"phases: the first 4 steps of the run of .* had batches of data\.global_batch_size=16 data\.sequence_length=256 after 0 steps, ",
-        ),
-        (
-            ({"from": 0}, {"from": 3, "data": {"sequence_length": 128}}),
-            r"let what is new begin with from=4 or later, or start",
-        ),
-        (
-            ({"from": 0}, {"from": 2, "data": {"global_batch_size": 8}}),
-            r"here it is .*data\.global_batch_size=8 data\.sequence_length=256 after 2",
-        ),
-    ],
-)
-def test_the_phases_behind_a_run_stay(tmp_path: pathlib.Path, phases: Any, message: str) -> None:
-    config = RunConfig(steps=4, snapshot=SnapshotConfig(every_steps=2), phases=({"from": 0}, SHORT))
-    train(tmp_path, config)
-    with pytest.raises(ValueError, match=message):
-        session(tmp_path, dataclasses.replace(config, resume=str(tmp_path), phases=phases))
+        session(tmp_path, dataclasses.replace(PHASED, resume=str(tmp_path), **change))
 
 
 @pytest.mark.parametrize(
@@ -253,9 +232,8 @@ def test_the_phases_behind_a_run_stay(tmp_path: pathlib.Path, phases: Any, messa
     ],
 )
 def test_what_is_no_batch_of_steps_behind_may_change(tmp_path: pathlib.Path, phases: Any) -> None:
-    config = RunConfig(steps=4, snapshot=SnapshotConfig(every_steps=2), phases=({"from": 0}, SHORT))
-    train(tmp_path, config)
-    assert session(tmp_path, dataclasses.replace(config, resume=str(tmp_path), steps=6, phases=phases)).first_step == 5
+    train(tmp_path, PHASED)
+    assert session(tmp_path, dataclasses.replace(PHASED, resume=str(tmp_path), steps=6, phases=phases)).first_step == 5
 
 
 def test_init_from_takes_the_weights_and_nothing_else(tmp_path: pathlib.Path) -> None:
