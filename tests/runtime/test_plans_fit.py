@@ -124,12 +124,11 @@ def test_a_plan_that_fits_stays_within_its_budget(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2), ids=str)
-def test_a_plan_with_copies_fits_too(seed: int) -> None:
+def test_a_plan_with_copies_fits_too() -> None:
     """Its tensors are large enough to be copied, and copies quick enough to be chosen. Its stages are deep: whether a
     message is still on its way at the peak differs from run to run, and here a message is at most 0.5 % of the peak."""
-    model = ModelConfig(num_hidden_layers=26 + seed, hidden_size=128, num_attention_heads=2)
-    case = Case(model, 16, 8, 160 + 16 * seed, 2)
+    model = ModelConfig(num_hidden_layers=26, hidden_size=128, num_attention_heads=2)
+    case = Case(model, 16, 8, 160, 2)
     problem = case.problem(**{"recompute.offload": "always", "recompute.sets": 2, "pipeline.schedule": "auto"})
     quick = HostLink(1e12, 1e12, 1e12)
     plans = make_plans(dataclasses.replace(problem, profile=dataclasses.replace(problem.profile, host=quick)))
