@@ -261,7 +261,7 @@ MUTANTS = (
         "pipetrain/runtime/executor.py",
         "step.index, step.first_microbatch + microbatch)",
         "step.index, microbatch)",
-        ("tests/runtime/test_replicas_of_pipeline.py::test_ten_steps_beside_the_plain_loop[4 x 1]",),
+        ("tests/runtime/test_replicas_of_pipeline.py::test_steps_beside_the_plain_loop[4 x 1]",),
     ),
     Mutant(
         "Whole may be changed",
@@ -435,7 +435,7 @@ MUTANTS = (
         "pipetrain/runtime/runner.py",
         "_sum_of(map(json.loads, group.replicas.concatenate(own, what)))",
         "_sum_of([json.loads(own)])",
-        ("tests/runtime/test_replicas_of_pipeline.py::test_ten_steps_beside_the_plain_loop[4 x 1]",),
+        ("tests/runtime/test_replicas_of_pipeline.py::test_steps_beside_the_plain_loop[4 x 1]",),
     ),
     Mutant(
         "a mistake of another rank than the first is forgotten",

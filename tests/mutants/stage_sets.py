@@ -141,7 +141,7 @@ MUTANTS = (
         "pipetrain/stage/inspection.py",
         "            self.held_outside = made.bytes_left((output, again))\n",
         "",
-        ("tests/runtime/test_probe.py",),
+        ("tests/runtime/test_memory.py", "-k", "held_in or held_by"),
     ),
     Mutant(
         "no version check at the end of F",
@@ -176,7 +176,7 @@ MUTANTS = (
         "pipetrain/stage/recompute.py",
         "        if self._stop is Stop.AT_LAYER and self._filled >= self._end:",
         "        if False:",
-        ("tests/runtime/test_stage.py", "-k", "last_slot"),
+        ("tests/runtime/test_proof.py", "-k", "ends_with_its_layer"),
     ),
     Mutant(
         "autograd holds a set in which a later forward changes a buffer",
@@ -352,7 +352,7 @@ MUTANTS = (
         "pipetrain/stage/microbatch.py",
         "        return tensor.data\n",
         "        return tensor.data.contiguous()\n",
-        ("tests/runtime/test_parity.py", "-k", "layout and 2"),
+        ("tests/runtime/test_parity.py", "-k", "layout and 3"),
     ),
     Mutant(
         "a copy of a layer is tried with the buffers that its first run has left",

@@ -69,14 +69,11 @@ class Shape:
 SHAPES = {
     "2 x 2": Shape(4, 2),
     "2 x 2, 1f1b in parts": Shape(4, 2, options={"schedule": "1f1b", "recompute": RecomputePolicy(segments="layers")}),
-    "2 x 2, all kept, in parts": Shape(
-        4, 2, options={"schedule": "1f1b", "recompute": RecomputePolicy("never", segments="layers")}
+    "2 x 2, split, neighbours": Shape(
+        4, 2, {"split_backward": True, "order": "stage-replica"}, {"schedule": "1f1b", "recompute": "inline"}
     ),
-    "2 x 2, split": Shape(4, 2, {"split_backward": True}, {"schedule": "1f1b", "recompute": "inline"}),
     "4 x 1": Shape(4, 4, options={"recompute": "early"}),
-    "1 x 4": Shape(4, 1),
     "3 x 2, interleaved": Shape(6, 3, {"stages_per_rank": 2}, {"schedule": "interleaved"}),
-    "2 x 2, zb-h1, neighbours": Shape(4, 2, {"order": "stage-replica"}, {"schedule": "zb-h1", "recompute": "never"}),
     "2 x 3, auto": Shape(6, 2, options={"schedule": "auto"}),
 }
 

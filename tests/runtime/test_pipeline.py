@@ -47,11 +47,9 @@ def evaluates() -> None:
             pipeline.train()
         assert all(parameter.grad is None for parameter in pipeline.parameters())
         assert pipeline.step_index == 0
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_evaluate_and_call_take_any_batch(num_ranks: int) -> None:
-    run_ranks(num_ranks, evaluates)
+    pipeline.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        pipeline.step(*rows(8)[0])
 
 
 class Structured(nn.Module):
@@ -61,16 +59,13 @@ class Structured(nn.Module):
 
 def joins() -> None:
     inputs, _ = rows(7)[0]
-    with Pipeline([nn.Linear(8, 8), nn.Linear(8, 8), Structured()], num_microbatches=3, balance=[1, 2]) as pipeline:
+    last = nn.Sequential(nn.Linear(8, 8), Structured())
+    with Pipeline([nn.Linear(8, 8), nn.Linear(8, 8), last], num_microbatches=3) as pipeline:
         output = pipeline(inputs)
         if pipeline.is_last:
             assert torch.equal(output["twice"][0], output["rows"] * 2)
             assert output["rows"].shape == (7, 8)
             assert (output["twice"][1], output["number"]) == (None, 3)
-
-
-def test_structured_outputs_are_joined() -> None:
-    run_ranks(2, joins)
 
 
 def steps_between_evaluations() -> None:
@@ -91,10 +86,6 @@ def steps_between_evaluations() -> None:
             assert_same_gradients(pipeline, reference)  # of all steps so far: they add up
             pipeline.train()
             reference.train()
-
-
-def test_steps_between_evaluations() -> None:
-    run_ranks(3, steps_between_evaluations)
 
 
 def state() -> None:
@@ -120,11 +111,6 @@ def state() -> None:
             pipeline.load_state_dict({**wanted, name: torch.zeros(3)})
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_state_under_the_whole_models_names(num_ranks: int) -> None:
-    run_ranks(num_ranks, state)
-
-
 def two_pipelines() -> None:
     """Two pipelines whose steps alternate do not mix their messages."""
     (first, first_reference), (second, second_reference) = twins(0.3), twins(0.0)
@@ -143,10 +129,6 @@ def two_pipelines() -> None:
             )
         assert_same_gradients(one, first_reference)
         assert_same_gradients(two, second_reference)
-
-
-def test_several_pipelines_in_one_process() -> None:
-    run_ranks(2, two_pipelines)
 
 
 def reports() -> None:
@@ -200,37 +182,21 @@ def calls() -> None:
         assert sum(event.op.kind is Kind.CALL for event in pipeline.report.events) == len(seen)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_a_function_between_ops(num_ranks: int) -> None:
-    run_ranks(num_ranks, calls)
+PARTS = [evaluates, joins, steps_between_evaluations, state, two_pipelines, calls, reports]
+
+
+def all_parts() -> None:
+    for part in PARTS:
+        try:
+            part()
+        except BaseException as error:
+            error.add_note(f"in {part.__name__}")
+            raise
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_an_event_per_op(num_ranks: int) -> None:
-    run_ranks(num_ranks, reports)
-
-
-def first_and_last() -> tuple[bool, bool, int]:
-    model, _ = twins()
-    with Pipeline(model, mean_square, schedule="interleaved", stages_per_rank=2, balance=[2, 1, 1, 2]) as pipeline:
-        return pipeline.is_first, pipeline.is_last, pipeline.plan.num_stages
-
-
-def test_who_holds_the_first_and_the_last_stage() -> None:
-    assert run_ranks(2, first_and_last) == [(True, False, 4), (False, True, 4)]
-
-
-def closes() -> None:
-    model, _ = twins()
-    pipeline = Pipeline(model, mean_square, num_microbatches=4)
-    pipeline.close()
-    pipeline.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        pipeline.step(*rows(8)[0])
-
-
-def test_a_closed_pipeline_says_so() -> None:
-    run_ranks(2, closes)
+def test_every_call_and_report(num_ranks: int) -> None:
+    run_ranks(num_ranks, all_parts)
 
 
 def test_ops_are_ranges_of_a_profiler_that_is_on() -> None:

@@ -24,7 +24,7 @@ from pipetrain.plan.profile import HostLink, Link, Profile
 from pipetrain.plan.space import PlanProblem
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.profiling import profile_layers
-from pipetrain.schedule.policy import OFF
+from pipetrain.schedule.policy import OFF, RecomputePolicy
 from pipetrain.schedule.schedule import Schedule
 from pipetrain.trainer.links import measure_links
 
@@ -72,6 +72,12 @@ class Case:
         given = torch.randint(VOCABULARY, (self.batch, self.length + 1), generator=generator)
         return given[:, :-1].contiguous(), given[:, 1:].contiguous()
 
+    def pipeline(self, schedule: Schedule, balance: tuple[int, ...], policy: RecomputePolicy) -> Pipeline:
+        plan = make_plan(
+            sum(balance), balance=balance, placement=schedule.stage_ranks, num_microbatches=schedule.num_microbatches
+        )
+        return Pipeline(self.spec(), plan=plan, schedule=schedule, recompute=policy)
+
     def problem(self, *, proves: bool = True, **more: Any) -> PlanProblem:
         rows = self.batch // self.microbatches
         inputs, targets = (one[:rows].clone() for one in self.tokens())
@@ -90,10 +96,7 @@ def link() -> Link:
 def measured(case: Case, schedule: Schedule, balance: tuple[int, ...]) -> tuple[int, int, int]:
     """Of this rank: bytes of weights, of gradients, and the most of the meter in three steps."""
     torch.set_num_threads(1)
-    plan = make_plan(
-        sum(balance), balance=balance, placement=schedule.stage_ranks, num_microbatches=schedule.num_microbatches
-    )
-    with Pipeline(case.spec(), plan=plan, schedule=schedule, recompute=schedule.policy) as pipeline:
+    with case.pipeline(schedule, balance, schedule.policy) as pipeline:
         peaks = []
         for _ in range(3):
             pipeline.step(*case.tokens())
@@ -103,7 +106,7 @@ def measured(case: Case, schedule: Schedule, balance: tuple[int, ...]) -> tuple[
 
 
 @pytest.mark.quick("0", "1")
-@pytest.mark.parametrize("seed", range(30), ids=str)
+@pytest.mark.parametrize("seed", range(8), ids=str)
 def test_a_plan_that_fits_stays_within_its_budget(seed: int) -> None:
     case, chance = Case.random(seed), random.Random(seed)
     plans = make_plans(case.problem())
@@ -121,12 +124,11 @@ def test_a_plan_that_fits_stays_within_its_budget(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5), ids=str)
-def test_a_plan_with_copies_fits_too(seed: int) -> None:
+def test_a_plan_with_copies_fits_too() -> None:
     """Its tensors are large enough to be copied, and copies quick enough to be chosen. Its stages are deep: whether a
     message is still on its way at the peak differs from run to run, and here a message is at most 0.5 % of the peak."""
-    model = ModelConfig(num_hidden_layers=26 + seed, hidden_size=128, num_attention_heads=2)
-    case = Case(model, 16, 8, 160 + 16 * seed, 2)
+    model = ModelConfig(num_hidden_layers=26, hidden_size=128, num_attention_heads=2)
+    case = Case(model, 16, 8, 160, 2)
     problem = case.problem(**{"recompute.offload": "always", "recompute.sets": 2, "pipeline.schedule": "auto"})
     quick = HostLink(1e12, 1e12, 1e12)
     plans = make_plans(dataclasses.replace(problem, profile=dataclasses.replace(problem.profile, host=quick)))
@@ -148,12 +150,8 @@ def grown(case: Case, schedule: Schedule, balance: tuple[int, ...]) -> tuple[int
     """Of this rank: bytes of the largest set, and the most by which the process grows in a step, gradients being there."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 131_072)
     torch.set_num_threads(1)
-    plan = make_plan(
-        sum(balance), balance=balance, placement=schedule.stage_ranks, num_microbatches=schedule.num_microbatches
-    )
-    policy = dataclasses.replace(schedule.policy, verify=OFF)
     found = []
-    with Pipeline(case.spec(), plan=plan, schedule=schedule, recompute=policy) as pipeline:
+    with case.pipeline(schedule, balance, dataclasses.replace(schedule.policy, verify=OFF)) as pipeline:
         for _ in range(4):
             torch.distributed.barrier()
             Path("/proc/self/clear_refs").write_text("5")  # the most so far is what there is now
@@ -169,7 +167,7 @@ def status(key: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5), ids=str)
+@pytest.mark.parametrize("seed", range(2), ids=str)
 def test_a_process_grows_by_what_its_plan_says(seed: int) -> None:
     case = Case.large(seed)
     # The balance is held: by the times of this machine a plan may leave a stage too small to measure.

@@ -153,46 +153,35 @@ def test_a_plan_counts_layers_that_no_r_runs(kinds: list[type[nn.Sequential]], e
     assert foreseen == pytest.approx(max(peaks), rel=0.03)
 
 
+KEYS = """
+    data.eval_fraction=0 data.sequence_length=16 data.global_batch_size=4 pipeline.num_microbatches=4
+    model.num_hidden_layers=2 model.hidden_size=32 model.num_attention_heads=2
+"""
+
+
 def test_the_command_writes_what_show_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("some text to learn " * 400)
-    keys = [
-        "data=text",
-        f"data.path={tmp_path}",
-        "data.eval_fraction=0",
-        "data.sequence_length=16",
-        "data.global_batch_size=4",
-    ]
-    keys += [
-        "model.num_hidden_layers=2",
-        "model.hidden_size=32",
-        "model.num_attention_heads=2",
-        "pipeline.num_microbatches=4",
-    ]
+    keys = ["data=text", f"data.path={tmp_path}", *KEYS.split()]
     file = tmp_path / "mine.json"
     assert main(["profile", *keys, f"--out={file}", "--rounds=1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {one["selective"].partition(":")[2] for one in told["advice"]} == {"attention", "matmul"}
     assert len(told["layers"]) == len(read_profile(str(file)).layers) == 4
 
-    def shown(*more: str) -> dict[str, list[float]]:
+    def seconds_of_r(*more: str) -> float:
         options = ["pipeline.balance=[2,2]", f"plan.profile={file}", "recompute=inline"]
         assert main(["show", *keys, *options, *more, "--json"]) == 0
-        found: dict[str, list[float]] = json.loads(capsys.readouterr().out)
-        return found
+        (one,) = (one for one in json.loads(capsys.readouterr().out)["ops"] if one["op"] == "0R0")
+        return float(one["end"] - one["start"])
 
-    def seconds_of(found: dict[str, list[float]], op: str) -> float:
-        (one,) = (one for one in found["ops"] if one["op"] == op)  # type: ignore[index]
-        return float(one["end"] - one["start"])  # type: ignore[index]
-
-    assert seconds_of(shown(), "0R0") == pytest.approx(costs_of_layers(read_profile(str(file)), [2, 2]).recompute[0])
+    assert seconds_of_r() == pytest.approx(costs_of_layers(read_profile(str(file)), [2, 2]).recompute[0])
     wanted = RecomputePolicy(selective="1:matmul").selective
-    kept = shown("recompute.selective='1:matmul'")
-    assert seconds_of(kept, "0R0") == pytest.approx(
-        costs_of_layers(read_profile(str(file)), [2, 2], wanted).recompute[0]
-    )
-    assert main(["show", *keys, f"plan.profile={file}", "model.hidden_size=64"]) == 2
-    assert "measured with model.hidden_size=32, and this has 64" in capsys.readouterr().err
-    assert main(["show", *keys, f"plan.profile={file}", "precision=bf16-mixed"]) == 2
-    assert "measured with precision=auto, and this has bf16-mixed; measure again" in capsys.readouterr().err
-    assert main(["profile", *keys, "--rounds=0"]) == 2
-    assert "--rounds=0: allowed is 1 or more" in capsys.readouterr().err
+    kept = costs_of_layers(read_profile(str(file)), [2, 2], wanted).recompute[0]
+    assert seconds_of_r("recompute.selective='1:matmul'") == pytest.approx(kept)
+    for words, said in (
+        (("show", f"plan.profile={file}", "model.hidden_size=64"), "with model.hidden_size=32, and this has 64"),
+        (("show", f"plan.profile={file}", "precision=bf16-mixed"), "precision=auto, and this has bf16-mixed; measure"),
+        (("profile", "--rounds=0"), "--rounds=0: allowed is 1 or more"),
+    ):
+        assert main([words[0], *keys, *words[1:]]) == 2
+        assert said in capsys.readouterr().err

@@ -106,13 +106,7 @@ def test_only_what_is_proved_is_compared() -> None:
     layers = [nn.Linear(8, 8), Drifts(), nn.Linear(8, 8)]
     run_step(stages_of(*layers), *batch(), M, before_recompute=drift)
     with pytest.raises(RecomputeMismatch, match="with other values"):
-        run_step(
-            stages_of(*layers),
-            *batch(),
-            M,
-            prove=lambda microbatch: microbatch == M - 1,
-            before_recompute=drift,
-        )
+        run_step(stages_of(*layers), *batch(), M, prove=lambda microbatch: microbatch == M - 1, before_recompute=drift)
 
 
 # Where R may end ------------------------------------------------------------------------------------------------------

@@ -7,20 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import test_tied as tied
 import torch
 import torch.distributed as dist
 from ranks import NEVER_SECONDS, run_ranks
-from replica_models import (
-    MICROBATCHES,
-    SHAPES,
-    WIDTH,
-    Block,
-    assert_replicas_equal,
-    batch,
-    difference,
-    layers,
-    mean_square,
-)
+from replica_models import MICROBATCHES, SHAPES, assert_replicas_equal, batch, difference, layers, mean_square
 from rounding import rounding
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -146,8 +137,26 @@ def not_finite() -> None:
         assert found.finding is not None
         assert (found.finding.microbatch, found.finding.layer, found.finding.rank) == (5, 0, 2)
         assert found.losses.keys() == set(range(8))
+        # A gradient that is not finite, on one rank: the norm says so on each, and the next step is as if there had been none.
         pipeline.zero_grad()
-        pipeline.step(*map(pipeline.own_rows, batch(1)))
+        parameters = dict(pipeline.named_parameters())
+        if pipeline.rank == 3:
+            handle = parameters["4.norm.bias"].register_hook(lambda gradient: gradient * math.inf)
+        assert math.isfinite(pipeline.step(*map(pipeline.own_rows, batch(1))))
+        norms: list[Any] = [None] * 4
+        dist.all_gather_object(norms, float(pipeline.clip_grad_norm_(1.0)))
+        assert not any(map(math.isfinite, norms)), norms
+        if pipeline.rank == 3:
+            handle.remove()
+        pipeline.zero_grad()
+        pipeline.check_replicas()
+        reference = nn.Sequential(*layers())
+        number = pipeline.step_index
+        loss = pipeline.step(*map(pipeline.own_rows, batch(2)))
+        expected = reference_step(reference, mean_square, *batch(2), num_microbatches=8, step=number)
+        assert difference(loss, expected) <= CLOSE
+        for name, wanted in reference.named_parameters():
+            assert name not in parameters or difference(parameters[name].grad, wanted.grad) <= CLOSE  # type: ignore[arg-type]
 
 
 def weights_apart() -> list[str]:
@@ -196,94 +205,9 @@ def trained_and_frozen() -> list[str]:
         return [str(caught.value)]
 
 
-class Chosen(nn.Module):
-    """Two experts, of which the sign of a sample's first entry takes one, and a third that nobody takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, value: Tensor) -> Tensor:
-        return self.experts[0](value) if float(value.detach()[0, 0]) > 0 else self.experts[1](value)
-
-
-def choosing() -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [Chosen(), nn.Linear(WIDTH, WIDTH)]
-
-
-def gradients_of_some() -> None:
-    """What one replica alone uses has the same gradient in all; what none uses has none, or keeps what it had."""
-    inputs, targets = batch(0, 16)
-    inputs[:, 0] = torch.cat([torch.ones(8), -torch.ones(8)])
-    reference = nn.Sequential(*choosing())
-    plan = make_plan(2, num_ranks=2, num_microbatches=MICROBATCHES)
-    with Pipeline(choosing(), mean_square, plan=plan, num_replicas=2, timeout_seconds=NEVER_SECONDS) as pipeline:
-        num_steps = 2  # the second adds to the first
-        for _ in range(num_steps):
-            pipeline.step(pipeline.own_rows(inputs), pipeline.own_rows(targets))
-            reference_step(reference, mean_square, inputs, targets, num_microbatches=8)
-        accumulated = rounding(torch.float32, terms=num_steps * ALL_MICROBATCHES)
-        wanted = dict(reference.named_parameters())
-        for name, parameter in pipeline.named_parameters():
-            if wanted[name].grad is None:
-                assert parameter.grad is None, name
-            else:
-                assert difference(parameter.grad, wanted[name].grad) <= accumulated, name  # type: ignore[arg-type]
-
-
-class Tokens(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(11, WIDTH)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.words(tokens)
-
-
-class Scores(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Linear(WIDTH, 11, bias=False)
-
-    def forward(self, value: Tensor) -> Tensor:
-        return self.words(value)
-
-
-def tied_layers() -> list[nn.Module]:
-    torch.manual_seed(0)
-    made = [Tokens(), Block(), Block(), Scores()]
-    made[-1].words.weight = made[0].words.weight  # type: ignore[union-attr, assignment]
-    return made
-
-
-def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(output, target)
-
-
 def shared_by_stages() -> None:
     """A parameter of two stages is summed over both and all replicas."""
-    close = rounding(torch.float32, terms=2 * ALL_MICROBATCHES)  # each microbatch gives the tied weight two gradients
-    reference = nn.Sequential(*tied_layers())
-    plan = make_plan(4, num_ranks=2, num_microbatches=MICROBATCHES)
-    with Pipeline(tied_layers(), cross_entropy, plan=plan, num_replicas=2, timeout_seconds=NEVER_SECONDS) as pipeline:
-        ours, theirs = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (pipeline, reference))
-        for step in range(3):
-            generator = torch.Generator().manual_seed(step)
-            tokens, targets = (torch.randint(11, (17,), generator=generator) for _ in range(2))
-            pipeline.step(pipeline.own_rows(tokens), pipeline.own_rows(targets))
-            reference_step(reference, cross_entropy, tokens, targets, num_microbatches=8, step=step)
-            wanted = dict(reference.named_parameters())
-            for name, parameter in pipeline.named_parameters():
-                assert difference(parameter.grad, wanted[name].grad) <= close, name  # type: ignore[arg-type]
-            norm = pipeline.clip_grad_norm_(0.5)
-            assert difference(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.5)) <= close
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
-            assert_replicas_equal(pipeline)
-        state = pipeline.full_state_dict()
-        assert state is None or torch.equal(state["0.words.weight"], state["3.words.weight"])
+    tied.several_steps_of({}, {}, num_replicas=2)
 
 
 def few_messages() -> None:
@@ -353,7 +277,6 @@ PARTS: list[Callable[[], Any]] = [
     state_and_reports,
     not_finite,
     weights_apart,
-    gradients_of_some,
     shared_by_stages,
     few_messages,
     a_mesh_of_the_user,

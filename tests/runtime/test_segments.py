@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from parity_cases import Case, mean_square, plain, rows, run_cases, set_dropout, transposed
+from pairwise import pairwise
+from parity_cases import Case, mean_square, plain, rows, run_cases, transposed
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -15,67 +17,45 @@ from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.kinds import Kind
 from pipetrain.schedule.policy import Mode, RecomputePolicy
 
-SLOW_2, SLOW_4 = (pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4))
-UNEVEN = {1: (12,), 2: (5, 7), 3: (3, 2, 7), 4: (2, 3, 4, 3)}
-
 
 def twelve(dropout: float) -> list[nn.Module]:
     return [*plain(dropout), *transposed(dropout)]
 
 
-def in_parts(num_stages: int) -> list[Case]:
-    """Every mode x segments x sets, with dropout, over stages of different sizes, so that parts are, too."""
+def in_parts() -> list[Case]:
+    """Any two of mode, segments with sets, and schedule, with dropout, over stages of different sizes, so that parts are, too."""
+    parts = ((2, None), (2, 1.5), (2, 2), ("sqrt", 1), ("layers", None))
     cases = []
-    for mode in (Mode.INLINE, Mode.EARLY, Mode.OVERLAP):
-        for segments, sets in ((2, None), (2, 1.5), (2, 2), ("sqrt", 1), ("layers", None)):
-            for schedule in ("gpipe", "1f1b"):
-                policy = RecomputePolicy(mode=mode, segments=segments, sets=sets)
-                options = {"recompute": policy, "balance": UNEVEN[num_stages], "schedule": schedule}
-                cases.append(
-                    Case(
-                        f"{num_stages} stages, {schedule}, {mode}, {segments} segments, {sets} sets",
-                        lambda: twelve(0.3),
-                        lambda: rows(8, 11),
-                        options=options,
-                        before_step=lambda step, model: set_dropout(model, 0.3),
-                    )
-                )
+    for row in pairwise([Mode.INLINE, Mode.EARLY, Mode.OVERLAP], parts, ["gpipe", "1f1b"]):
+        mode, (segments, sets), schedule = row.values  # type: ignore[misc]
+        policy = RecomputePolicy(mode, segments=segments, sets=sets)  # type: ignore[arg-type]
+        options = {"recompute": policy, "balance": (3, 2, 7), "schedule": schedule}
+        if not row.marks:
+            name = f"{schedule}, {mode}, {segments} segments, {sets} sets"
+            cases.append(Case(name, lambda: twelve(0.3), lambda: rows(8, 11), options=options))
     return cases
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_stages", [1, SLOW_2, 3, SLOW_4])
-def test_gradients_are_those_of_one_process(num_stages: int) -> None:
-    run_ranks(num_stages, run_cases, in_parts, num_stages)
-
-
-def other_schedules(num_ranks: int) -> list[Case]:
+def in_other_schedules() -> list[Case]:
     """Parts in two stages per rank, in `auto`, and with every set of a microbatch in flight bounded."""
-    half = {"segments": 2, "sets": 0.5}
+    two_stages = {"schedule": "interleaved", "stages_per_rank": 2}
+    less = RecomputePolicy("early", segments=2, sets=0.5)
     found: dict[str, dict[str, Any]] = {
-        "interleaved": {
-            "schedule": "interleaved",
-            "stages_per_rank": 2,
-            "recompute": RecomputePolicy(segments=2, sets=1),
-        },
-        "interleaved, one part": {
-            "schedule": "interleaved",
-            "stages_per_rank": 2,
-            "recompute": RecomputePolicy(segments=2),
-        },
+        "interleaved": {**two_stages, "recompute": RecomputePolicy(segments=2, sets=1)},
+        "interleaved, one part": {**two_stages, "recompute": RecomputePolicy(segments=2)},
         "auto": {"schedule": "auto", "recompute": RecomputePolicy(segments=2, sets=1.5)},
-        "auto, less than a set": {"schedule": "auto", "recompute": RecomputePolicy("early", **half)},
+        "auto, less than a set": {"schedule": "auto", "recompute": less},
         "every R proved": {"recompute": RecomputePolicy(segments=3, verify="every", last_stage="always")},
         "never": {"recompute": RecomputePolicy("never", segments=3)},
-        "one stage keeps more": {"recompute": RecomputePolicy(segments=2, sets=[1.5] + [0.5] * (num_ranks - 1))},
+        "one stage keeps more": {"recompute": RecomputePolicy(segments=2, sets=[1.5, 0.5, 0.5])},
     }
     return [Case(name, lambda: twelve(0.3), lambda: rows(9, 12), options=options) for name, options in found.items()]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_gradients_in_other_schedules(num_ranks: int) -> None:
-    run_ranks(num_ranks, run_cases, other_schedules, num_ranks)
+@pytest.mark.parametrize("cases", [in_parts, in_other_schedules])
+def test_gradients_are_those_of_one_process(cases: Callable[[], list[Case]]) -> None:
+    run_ranks(3, run_cases, cases)
 
 
 # What crosses from part to part ---------------------------------------------------------------------------------------
@@ -186,13 +166,12 @@ def always(segments: int | str, **more: Any) -> RecomputePolicy:
     return RecomputePolicy(segments=segments, last_stage="always", **more)
 
 
-def peaks(num_stages: int, mode: str, segments: int | str, sizes: list[int]) -> list[int]:
-    """This rank's peak of activation bytes for stages of so many layers, from the second step on."""
+def peaks(segments: int | str, sizes: list[int]) -> list[int]:
+    """The peak of activation bytes for a stage of so many layers, from the second step on."""
     found = []
     for size in sizes:
-        layers = [Layer(64) for _ in range(size * num_stages)]
-        policy = RecomputePolicy(mode, segments=segments, last_stage="always")
-        with Pipeline(layers, mean_square, num_microbatches=4, recompute=policy) as pipeline:
+        layers = [Layer(64) for _ in range(size)]
+        with Pipeline(layers, mean_square, num_microbatches=4, recompute=always(segments)) as pipeline:
             for _ in range(2):
                 inputs = targets = torch.zeros(8, 64)
                 pipeline.step(inputs, targets)
@@ -208,22 +187,14 @@ def exponent(sizes: list[int], held: list[int]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["inline", "overlap"])
-def test_sqrt_parts_hold_the_square_root(mode: str) -> None:
+def test_sqrt_parts_hold_the_square_root() -> None:
     sizes = [16, 64, 256]
-    assert exponent(sizes, peaks(1, mode, "sqrt", sizes)) == pytest.approx(0.5, abs=0.1)
-    assert exponent(sizes, peaks(1, mode, 1, sizes)) == pytest.approx(1.0, abs=0.1)
-
-
-@pytest.mark.slow
-def test_sqrt_parts_of_two_stages() -> None:
-    sizes = [16, 64, 256]
-    for held in run_ranks(2, peaks, 2, "overlap", "sqrt", sizes):
-        assert exponent(sizes, held) == pytest.approx(0.5, abs=0.1)
+    assert exponent(sizes, peaks("sqrt", sizes)) == pytest.approx(0.5, abs=0.1)
+    assert exponent(sizes, peaks(1, sizes)) == pytest.approx(1.0, abs=0.1)
 
 
 def test_parts_of_a_layer_hold_their_inputs_and_one_layer() -> None:
-    (held,) = peaks(1, "overlap", "layers", [16])
+    (held,) = peaks("layers", [16])
     row = 2 * 64 * 4  # an input of a microbatch
     assert held <= 4 * 16 * row + 6 * row  # m inputs of each layer, and what one layer saves
 

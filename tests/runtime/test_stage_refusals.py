@@ -53,10 +53,8 @@ def test_change_of_a_saved_tensor_in_forward(layers: Any, named: str, keep: bool
         run_step(one_stage(*layers()), *batch(12), M, keep=lambda microbatch: keep)
 
 
-@pytest.mark.parametrize("changed", [0, 2])
-def test_change_of_a_saved_tensor_between_forward_and_backward(changed: int) -> None:
-    """A kept set: what was saved is the user's own tensor, changed before B. The first sets are in slots, the others in autograd's hands."""
-    held: list[Tensor] = []
+def remembers(held: list[Tensor]) -> nn.Module:
+    """A layer that puts what it saves into a list that is not its own."""
 
     class Remembers(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -64,7 +62,14 @@ def test_change_of_a_saved_tensor_between_forward_and_backward(changed: int) -> 
             held.append(y)
             return y * y
 
-    stages = one_stage(linear(), Remembers(), linear())
+    return Remembers()
+
+
+@pytest.mark.parametrize("changed", [0, 2])
+def test_change_of_a_saved_tensor_between_forward_and_backward(changed: int) -> None:
+    """A kept set: what was saved is the user's own tensor, changed before B. The first sets are in slots, the others in autograd's hands."""
+    held: list[Tensor] = []
+    stages = one_stage(linear(), remembers(held), linear())
 
     def change(microbatch: int) -> bool:
         if len(held) == M:
@@ -77,14 +82,7 @@ def test_change_of_a_saved_tensor_between_forward_and_backward(changed: int) -> 
 
 def test_change_of_a_recomputed_tensor_before_backward() -> None:
     held: list[Tensor] = []
-
-    class Remembers(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            y = x * 2
-            held.append(y)
-            return y * y
-
-    (stage,) = one_stage(linear(), Remembers(), linear())
+    (stage,) = one_stage(linear(), remembers(held), linear())
     recompute = stage.recompute
 
     def recompute_and_change(microbatch: int) -> None:

@@ -18,7 +18,7 @@ from pipetrain.stage.errors import StateChanged
 from pipetrain.stage.layer_state import LayerState
 from pipetrain.stage.seeding import draws_in_python, generators_restored, seed_generators
 from pipetrain.stage.tensor_copies import SMALL_BYTES, TensorCopies, fingerprint, same_values
-from pipetrain.stage.traces import first_change, outer_traces, own_traces, rebound_outside
+from pipetrain.stage.traces import first_change, outer_traces, own_traces
 
 CPU = torch.device("cpu")
 
@@ -94,36 +94,6 @@ def test_of_a_class_of_the_users_what_is_data() -> None:
     before = outer_traces(layer)
     Counted.calls += 1
     assert first_change(before, outer_traces(layer)) == "Counted.calls"
-
-
-def test_a_generator_outside_of_the_layer() -> None:
-    generator = torch.Generator()
-
-    class Draws(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * torch.rand((), generator=generator)
-
-    layer = Draws()
-    before = outer_traces(layer)
-    layer(torch.ones(1))
-    assert first_change(before, outer_traces(layer)) == "Draws.forward: generator"
-
-
-def test_a_variable_outside_that_the_code_rebinds() -> None:
-    calls, seen = 0, [0]
-
-    def count(output: Tensor, target: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return output
-
-    def append(output: Tensor, target: Tensor) -> Tensor:
-        seen.append(calls)
-        return output
-
-    assert rebound_outside(count) == "calls"
-    assert rebound_outside(partial(count)) == "calls"
-    assert rebound_outside(append) is None
 
 
 def test_what_goes_round_in_circles_or_is_very_long_ends() -> None:

@@ -37,6 +37,7 @@ def layers() -> list[nn.Module]:
     return [
         nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2)),
         nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.2)),
+        nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Dropout(0.3)),
         nn.Linear(16, 4),
     ]
 
@@ -72,8 +73,8 @@ def result_of(pipeline: Pipeline, optimizer: torch.optim.Optimizer, losses: list
 
 def saves(folder: str) -> Result:
     """Saves after some steps, and goes on with more while that is written."""
-    random.seed(5)
     with Pipeline(layers(), nn.CrossEntropyLoss(), num_microbatches=4, seed=7) as pipeline:
+        random.seed(5 + pipeline.rank)
         optimizer, scheduler = loop_of(pipeline)
         assert pipetrain.load(folder, pipeline, optimizer, scheduler=scheduler) is None
         for _ in range(SAVED_AT):
@@ -83,9 +84,9 @@ def saves(folder: str) -> Result:
         return result_of(pipeline, optimizer, losses, EXTRA)
 
 
-def loads(folder: str) -> Result:
+def loads(folder: str, options: dict[str, Any]) -> Result:
     """Another model, seed and rate, all of which come from the snapshot."""
-    with Pipeline(layers(), nn.CrossEntropyLoss(), num_microbatches=4, seed=1) as pipeline:
+    with Pipeline(layers(), nn.CrossEntropyLoss(), num_microbatches=4, seed=1, **options) as pipeline:
         optimizer, scheduler = loop_of(pipeline)
         step(pipeline, optimizer, scheduler)
         for group in optimizer.param_groups:
@@ -104,17 +105,34 @@ def whole(ranks: list[Result]) -> Result:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Result]:
-    """The folder of a loop on two stages, and how it went on."""
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Result]]:
+    """The folder of a loop on two stages, and how each rank went on."""
     folder = str(tmp_path_factory.mktemp("loop") / "saved")
-    return folder, whole(run_ranks(2, saves, folder))
+    return folder, run_ranks(2, saves, folder)
 
 
-@pytest.mark.parametrize("num_stages", [3, 1, 2])
-def test_a_loop_goes_on_as_if_it_had_not_stopped(saved: tuple[str, Result], num_stages: int) -> None:
-    folder, (losses, weights, moments, rest) = saved
+INTERLEAVED = {"schedule": "interleaved", "stages_per_rank": 2, "recompute": "early"}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [
+        (1, {"recompute": "never"}),
+        (2, {}),
+        (2, INTERLEAVED),
+        (3, {"schedule": "1f1b", "recompute": "inline", "balance": [1, 2, 1]}),
+    ],
+)
+def test_a_loop_goes_on_as_if_it_had_not_stopped(
+    saved: tuple[str, list[Result]], num_ranks: int, options: dict[str, Any]
+) -> None:
+    """Whatever the split, the schedule and the mode; and on the same ranks each draws what it would have drawn."""
+    folder, undisturbed = saved
+    losses, weights, moments, rest = whole(undisturbed)
     assert steps_in(pathlib.Path(folder)) == [SAVED_AT]
-    found = whole(run_ranks(num_stages, loads, folder))
+    ranks = run_ranks(num_ranks, loads, folder, options)
+    found = whole(ranks)
+    assert num_ranks != 2 or [one[3][-1] for one in ranks] == [one[3][-1] for one in undisturbed]
     assert found[0] == losses
     assert found[3] == rest
     for ours, theirs in ((found[1], weights), (found[2], moments)):
@@ -123,8 +141,8 @@ def test_a_loop_goes_on_as_if_it_had_not_stopped(saved: tuple[str, Result], num_
 
 
 def on_replicas(folder: str, again: str) -> Result:
-    """Two of two stages load, and save at once."""
-    with Pipeline(layers(), nn.CrossEntropyLoss(), num_microbatches=2, num_replicas=2) as pipeline:
+    """Two of two ranks with two stages each load, and save at once."""
+    with Pipeline(layers(), nn.CrossEntropyLoss(), num_microbatches=2, num_replicas=2, **INTERLEAVED) as pipeline:
         optimizer, scheduler = loop_of(pipeline)
         extra = pipetrain.load(folder, pipeline, optimizer, scheduler=scheduler)
         pipetrain.save(again, pipeline, optimizer, scheduler=scheduler, extra=extra)
@@ -132,11 +150,11 @@ def on_replicas(folder: str, again: str) -> Result:
 
 
 def test_replicas_load_and_what_they_save_goes_on_without_them(
-    saved: tuple[str, Result], tmp_path: pathlib.Path
+    saved: tuple[str, list[Result]], tmp_path: pathlib.Path
 ) -> None:
-    folder, (losses, weights, *_) = saved
+    folder, (losses, weights, *_) = saved[0], whole(saved[1])
     run_ranks(4, on_replicas, folder, str(tmp_path))
-    found = whole(run_ranks(1, loads, str(tmp_path)))
+    found = whole(run_ranks(1, loads, str(tmp_path), {}))
     assert found[0] == losses
     assert all(torch.equal(value, weights[name]) for name, value in found[1].items())
 
@@ -159,7 +177,7 @@ class Loop:
         return pipetrain.load(folder, self.pipeline, self.optimizer, **more)
 
     def weight(self) -> Tensor:
-        return self.pipeline.state_dict()["2.weight"].clone()
+        return self.pipeline.state_dict()["3.weight"].clone()
 
 
 @pytest.fixture
@@ -178,11 +196,9 @@ def test_a_save_that_was_cut_anywhere_is_never_taken_for_a_whole_one(
     loop.save(tmp_path / "saved")
     loop.pipeline.beside[0].wait()
     newest = path_of(tmp_path / "saved", 2)
-    files = [newest / path for path in ("weights", "optimizer", "options", "generators")]
-    written = [file for folder in files for file in folder.iterdir()] + [
-        newest / "state.json",
-        newest / "manifest.json",
-    ]
+    folders = [newest / path for path in ("weights", "optimizer", "options", "generators")]
+    written = [file for folder in folders for file in folder.iterdir()]
+    written += [newest / "state.json", newest / "manifest.json"]
     total = sum(file.stat().st_size for file in written)
     for tenth in range(10):
         copy, left = tmp_path / f"cut-{tenth}", total * tenth // 10
@@ -190,11 +206,9 @@ def test_a_save_that_was_cut_anywhere_is_never_taken_for_a_whole_one(
         for file in written:
             size = file.stat().st_size
             cut = copy / file.relative_to(tmp_path / "saved")
-            if left >= size:
-                left -= size
-            elif left:
+            if left:
                 cut.write_bytes(file.read_bytes()[:left])
-                left = 0
+                left -= min(left, size)
             else:
                 cut.unlink()
         with torch.no_grad():
@@ -221,9 +235,11 @@ def copying(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 def test_only_the_optimizer_waits_for_a_save(loop: Loop, tmp_path: pathlib.Path, copying: threading.Event) -> None:
     before, updated = loop.weight(), threading.Event()
+    mean = loop.pipeline.state_dict()["0.1.running_mean"].clone()
     loop.save(tmp_path)
     inputs = torch.randn(4, 8)
     loop.pipeline.step(inputs, inputs[:, :4].argmax(1))
+    assert not torch.equal(loop.pipeline.state_dict()["0.1.running_mean"], mean), "a step changes buffers at once"
 
     def update() -> None:
         loop.optimizer.step()
@@ -239,6 +255,7 @@ def test_only_the_optimizer_waits_for_a_save(loop: Loop, tmp_path: pathlib.Path,
     assert not torch.equal(loop.weight(), before)
     loop.load(tmp_path)
     assert torch.equal(loop.weight(), before)
+    assert torch.equal(loop.pipeline.state_dict()["0.1.running_mean"], mean)
 
 
 def test_weights_that_something_else_changes_meanwhile_are_not_saved(
@@ -339,7 +356,7 @@ def test_every_scheduler_goes_on_with_the_rates_that_it_would_have_had(kind: str
             found.append((group["lr"], group["betas"][0]))
         return found
 
-    with Pipeline(layers()[2:], nn.CrossEntropyLoss()) as pipeline:
+    with Pipeline(layers()[3:], nn.CrossEntropyLoss()) as pipeline:
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.1)
         scheduler = SCHEDULERS[kind](optimizer)
         rates(scheduler, 4)
@@ -376,39 +393,22 @@ def test_parameters_of_others_are_named(loop: Loop, tmp_path: pathlib.Path) -> N
         loop.save(tmp_path)
 
 
-def test_a_scheduler_is_asked_for_where_one_was_saved(loop: Loop, tmp_path: pathlib.Path) -> None:
+def test_who_loads_something_else_is_refused(loop: Loop, tmp_path: pathlib.Path) -> None:
+    """Without its scheduler or with one, as a run, into another model, and into other groups."""
+    folder = tmp_path / "without"
     loop.save(tmp_path / "with", scheduler=loop.scheduler)
-    loop.save(tmp_path / "without")
+    loop.save(folder)
     loop.pipeline.beside[0].wait()
     with pytest.raises(ValueError, match=r"was saved with a scheduler: call load with scheduler="):
         loop.load(tmp_path / "with")
     with pytest.raises(ValueError, match=r"was saved with no scheduler: call load without it"):
-        loop.load(tmp_path / "without", scheduler=loop.scheduler)
-
-
-def test_groups_that_had_other_options_are_refused(loop: Loop, tmp_path: pathlib.Path) -> None:
-    loop.save(tmp_path)
-    loop.pipeline.beside[0].wait()
-    loop.optimizer = torch.optim.AdamW(loop.pipeline.parameters())
-    with pytest.raises(
-        ValueError, match=r"group 0 of the optimizer has parameters that were in groups with other options"
-    ):
-        loop.load(tmp_path)
-
-
-def test_another_model_is_refused(loop: Loop, tmp_path: pathlib.Path) -> None:
-    loop.save(tmp_path)
-    loop.pipeline.beside[0].wait()
-    with Pipeline([nn.Linear(8, 3)], nn.CrossEntropyLoss()) as other:
-        optimizer = torch.optim.AdamW(other.parameters())
-        with pytest.raises(ValueError, match=r"step-00000001 is a snapshot of another model"):
-            pipetrain.load(tmp_path, other, optimizer)
-        assert other.step_index == 0
-
-
-def test_a_run_takes_only_weights_of_it(loop: Loop, tmp_path: pathlib.Path) -> None:
-    loop.save(tmp_path)
-    loop.pipeline.beside[0].wait()
-    config = RunConfig(resume=str(tmp_path))
+        loop.load(folder, scheduler=loop.scheduler)
     with pytest.raises(ValueError, match=r"was saved by pipetrain\.save .* start one with init_from="):
-        Snapshots(config, loop.pipeline.plan, tmp_path / "run", loop.pipeline.ranks)
+        Snapshots(RunConfig(resume=str(folder)), loop.pipeline.plan, tmp_path / "run", loop.pipeline.ranks)
+    with Pipeline([nn.Linear(8, 3)], nn.CrossEntropyLoss()) as other:
+        with pytest.raises(ValueError, match=r"step-00000001 is a snapshot of another model"):
+            pipetrain.load(folder, other, torch.optim.AdamW(other.parameters()))
+        assert other.step_index == 0
+    loop.optimizer = torch.optim.AdamW(loop.pipeline.parameters())
+    with pytest.raises(ValueError, match=r"group 0 of the optimizer has parameters that were in groups with other"):
+        loop.load(folder)

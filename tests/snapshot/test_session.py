@@ -59,11 +59,6 @@ def assert_equal(ours: nn.Module, theirs: nn.Module) -> None:
     assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in ours.state_dict().items())
 
 
-def test_snapshots_come_at_their_steps(tmp_path: pathlib.Path) -> None:
-    train(tmp_path, RunConfig(steps=10, snapshot=SnapshotConfig(every_steps=3, keep_last=2)))
-    assert steps_in(tmp_path / "snapshots") == [9, 6]
-
-
 def test_every_so_manieth_stays_for_good(tmp_path: pathlib.Path) -> None:
     """Multiples of every_steps x keep_every, beside the newest; a snapshot of a stop in between is none of them."""
     config = RunConfig(steps=19, snapshot=SnapshotConfig(every_steps=2, keep_last=2, keep_every=3))
@@ -190,14 +185,11 @@ def test_without_every_steps_there_is_one_where_the_run_stops(tmp_path: pathlib.
     assert snapshots.newest == path_of(tmp_path / "snapshots", 5)
 
 
-def test_auto_starts_afresh_where_there_is_nothing(tmp_path: pathlib.Path) -> None:
-    assert session(tmp_path, RunConfig(resume="auto")).first_step == 1
-
-
 def test_auto_goes_on_and_other_learning_rates_are_allowed(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = RunConfig(steps=4, snapshot=SnapshotConfig(every_steps=2))
+    assert session(tmp_path, dataclasses.replace(config, resume="auto")).first_step == 1, "there is nothing yet"
     model = train(tmp_path, config)
     changed = dataclasses.replace(
         config, resume="auto", steps=6, optim=dataclasses.replace(config.optim, learning_rate=1e-4)
@@ -210,46 +202,25 @@ def test_auto_goes_on_and_other_learning_rates_are_allowed(
     assert capsys.readouterr().err == f"pipetrain: going on from {path_of(tmp_path / 'snapshots', 4)}\n"
 
 
+SHORT = {"from": 2, "data": {"sequence_length": 128}}
+PHASED = RunConfig(steps=4, snapshot=SnapshotConfig(every_steps=2), phases=({"from": 0}, SHORT))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"seed": 1}, r"seed=1: the run of .* had 0, .*; set seed=0, or start a new run with init_from="),
         ({"data": DataConfig(global_batch_size=8)}, r"data\.global_batch_size=8: .* had 16"),
         ({"steps": 3}, r"steps=3: .* has 4 steps behind it; set steps to 4 or more"),
+        ({"phases": ()}, r"phases: the first 4 steps of the run of .* had batches of data\.global_batch_size=16 data\.sequence_length=256 after 0 steps, "),
+        ({"phases": ({"from": 0}, {**SHORT, "from": 3})}, r"let what is new begin with from=4 or later, or start"),
+        ({"phases": ({"from": 0}, {"from": 2, "data": {"global_batch_size": 8}})}, r"here it is .*data\.global_batch_size=8 data\.sequence_length=256 after 2"),
     ],
-)
-def test_another_run_is_not_resumed(tmp_path: pathlib.Path, change: dict[str, object], message: str) -> None:
-    config = RunConfig(steps=4, snapshot=SnapshotConfig(every_steps=2))
-    train(tmp_path, config)
+)  # fmt: skip
+def test_the_steps_behind_a_run_stay(tmp_path: pathlib.Path, change: dict[str, Any], message: str) -> None:
+    train(tmp_path, PHASED)
     with pytest.raises(ValueError, match=message):
-        session(tmp_path, dataclasses.replace(config, resume=str(tmp_path), **change))
-
-
-SHORT = {"from": 2, "data": {"sequence_length": 128}}
-
-
-@pytest.mark.parametrize(
-    ("phases", "message"),
-    [
-        (
-            (),
-            r"phases: the first 4 steps of the run of .* had batches of data\.global_batch_size=16 data\.sequence_length=256 after 0 steps, ",
-        ),
-        (
-            ({"from": 0}, {"from": 3, "data": {"sequence_length": 128}}),
-            r"let what is new begin with from=4 or later, or start",
-        ),
-        (
-            ({"from": 0}, {"from": 2, "data": {"global_batch_size": 8}}),
-            r"here it is .*data\.global_batch_size=8 data\.sequence_length=256 after 2",
-        ),
-    ],
-)
-def test_the_phases_behind_a_run_stay(tmp_path: pathlib.Path, phases: Any, message: str) -> None:
-    config = RunConfig(steps=4, snapshot=SnapshotConfig(every_steps=2), phases=({"from": 0}, SHORT))
-    train(tmp_path, config)
-    with pytest.raises(ValueError, match=message):
-        session(tmp_path, dataclasses.replace(config, resume=str(tmp_path), phases=phases))
+        session(tmp_path, dataclasses.replace(PHASED, resume=str(tmp_path), **change))
 
 
 @pytest.mark.parametrize(
@@ -261,9 +232,8 @@ def test_the_phases_behind_a_run_stay(tmp_path: pathlib.Path, phases: Any, messa
     ],
 )
 def test_what_is_no_batch_of_steps_behind_may_change(tmp_path: pathlib.Path, phases: Any) -> None:
-    config = RunConfig(steps=4, snapshot=SnapshotConfig(every_steps=2), phases=({"from": 0}, SHORT))
-    train(tmp_path, config)
-    assert session(tmp_path, dataclasses.replace(config, resume=str(tmp_path), steps=6, phases=phases)).first_step == 5
+    train(tmp_path, PHASED)
+    assert session(tmp_path, dataclasses.replace(PHASED, resume=str(tmp_path), steps=6, phases=phases)).first_step == 5
 
 
 def test_init_from_takes_the_weights_and_nothing_else(tmp_path: pathlib.Path) -> None:
@@ -287,9 +257,7 @@ def test_init_from_reads_a_file_under_the_names_that_the_model_has_there(tmp_pat
     for source in ("lm.safetensors", "run"):
         other, optimizer = trained(2)
         session(tmp_path / "new", RunConfig(init_from=str(tmp_path / source))).attach(
-            other,
-            optimizer,
-            from_file=lambda tensors: {name[3:]: value for name, value in tensors.items()},
+            other, optimizer, from_file=lambda tensors: {name[3:]: value for name, value in tensors.items()}
         )
         assert_equal(model, other)
 

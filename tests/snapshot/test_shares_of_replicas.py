@@ -4,14 +4,11 @@ import pathlib
 
 import pytest
 import torch
-from saved import CPU, state_of, trained
+from saved import CPU, trained
 from torch import nn
 
 from pipetrain.models.spec import spec_of
 from pipetrain.models.weights import SINGLE, Shard, read_weights, save_weights
-from pipetrain.snapshot.files import path_of
-from pipetrain.snapshot.reader import Snapshot
-from pipetrain.snapshot.saver import Saver
 from pipetrain.snapshot.state import Part, tensors_of
 
 
@@ -67,41 +64,6 @@ def test_state_that_is_shared_out_is_written_by_whoever_holds_it() -> None:
     names = {name for name, parameter in model.named_parameters() if any(parameter is one for one in held)}
     share = tensors_of(model, HalfOfIt(optimizer, held), CPU, replica=1, num_replicas=2)[Part.OPTIMIZER]
     assert share.keys() == {f"{name}/{key}" for name in names for key in ("step", "exp_avg", "exp_avg_sq")}
-
-
-def test_a_snapshot_of_replicas_is_read_as_any_other(tmp_path: pathlib.Path) -> None:
-    """More replicas than tensors: the files of some hold nothing."""
-    model, optimizer = trained(1)
-    num_replicas, agreed = 9, [0]
-    ranks = list(reversed(range(num_replicas)))  # rank 0 comes last, and makes the snapshot of what is there
-
-    def agree(value: int) -> int:
-        agreed[0] = max(agreed[0], value)
-        return agreed[0]
-
-    first = Saver(tmp_path, rank=0, agree=agree, keep_last=2, say=print)
-    token = first._open_draft(5, Part)
-    for rank in ranks[:-1]:
-        other = Saver(tmp_path, rank=rank, agree=lambda value: max(value, token), keep_last=2, say=print)
-        other.save(
-            state_of(5, num_replicas), tensors_of(model, optimizer, CPU, replica=rank, num_replicas=num_replicas)
-        )
-        other._save.job.result()
-    first._open_draft = lambda step, parts: token  # type: ignore[method-assign]
-    agreed[0] = 0
-    first.save(state_of(5, num_replicas), tensors_of(model, optimizer, CPU, num_replicas=num_replicas))
-    agreed[0] = 0
-    first._agree = lambda value: value
-    first.wait()
-    snapshot = Snapshot(path_of(tmp_path, 5))
-    other_model, other_optimizer = trained(2)
-    snapshot.restore(other_model, other_optimizer, 3, CPU)
-    assert all(torch.equal(value, other_model.state_dict()[name]) for name, value in model.state_dict().items())
-    mine, theirs = (
-        tensors_of(*one, CPU)[Part.OPTIMIZER] for one in ((model, optimizer), (other_model, other_optimizer))
-    )
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 class Two:
