@@ -130,11 +130,8 @@ def test_each_phase_has_its_own_schedule() -> None:
     assert [phase.first_step for phase in (first, second, third)] == [1, 51, 121]
     assert [phase.run.schedule.num_microbatches for phase in (first, second, third)] == [8, 4, 8]
     assert [phase.run.plan.num_microbatches for phase in (first, second, third)] == [8, 4, 8]
-    assert [phase.run.schedule.policy.mode.value for phase in (first, second, third)] == [
-        "overlap",
-        "inline",
-        "overlap",
-    ]
+    modes = [phase.run.schedule.policy.mode.value for phase in (first, second, third)]
+    assert modes == ["overlap", "inline", "overlap"]
 
 
 def test_deepspeed_refuses_phases() -> None:
@@ -189,30 +186,14 @@ def test_the_batches_of_a_run_that_is_behind() -> None:
     assert batches_before(plain(), 100) == [(0, 16, 256)]
     assert batches_before(plain(phases=phases), 9) == [(0, 16, 256)]  # another policy is no other batch
     assert batches_before(plain(phases=phases), 10) == [(0, 16, 256), (9, 4, 256)]
-    assert batches_before(plain(phases=[{"from": 0}, {"from": 9, "data.global_batch_size": 4}]), 10) == [
-        (0, 16, 256),
-        (9, 4, 256),
-    ]
+    dotted = [{"from": 0}, {"from": 9, "data.global_batch_size": 4}]
+    assert batches_before(plain(phases=dotted), 10) == [(0, 16, 256), (9, 4, 256)]
 
 
 def test_a_value_in_a_step() -> None:
     """Each phase has what the run has but for its own keys, not what the phase before it had."""
-    phases = [
-        {"from": 0, "data.global_batch_size": 8},
-        {"from": 5, "recompute": {"sets": 2}},
-        {"from": 9, "data": {"global_batch_size": 4}},
-    ]
-    config = plain(phases=phases)
-    assert [value_in_step(config, "data.global_batch_size", step) for step in (1, 5, 6, 9, 10, 999)] == [
-        8,
-        8,
-        16,
-        16,
-        4,
-        4,
-    ]
-    assert (
-        value_in_step(plain(), "data.global_batch_size", 7)
-        == 16
-        == value_in_step(plain(phases=()), "data.global_batch_size", 1)
-    )
+    of_nine = {"from": 9, "data": {"global_batch_size": 4}}
+    config = plain(phases=[{"from": 0, "data.global_batch_size": 8}, {"from": 5, "recompute": {"sets": 2}}, of_nine])
+    found = [value_in_step(config, "data.global_batch_size", step) for step in (1, 5, 6, 9, 10, 999)]
+    assert found == [8, 8, 16, 16, 4, 4]
+    assert {value_in_step(one, "data.global_batch_size", 7) for one in (plain(), plain(phases=()))} == {16}
