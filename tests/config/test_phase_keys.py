@@ -52,12 +52,8 @@ def test_they_come_back_from_the_run_folder(tmp_path: Any) -> None:
 
 
 def test_what_a_phase_may_change() -> None:
-    assert set(phase_keys()) == {
-        "data.global_batch_size",
-        "data.sequence_length",
-        "pipeline.num_microbatches",
-        *(f"recompute.{key}" for key in vars(RunConfig().recompute)),
-    }
+    of_batches = {"data.global_batch_size", "data.sequence_length", "pipeline.num_microbatches"}
+    assert set(phase_keys()) == {*of_batches, *(f"recompute.{key}" for key in vars(RunConfig().recompute))}
 
 
 MISTAKES = {
@@ -156,20 +152,14 @@ def test_only_a_run_with_phases_names_them() -> None:
     ],
 )
 def test_epochs_are_counted_over_phases(epochs: float, steps: int) -> None:
-    config = replace(
-        load_config(
-            ["data.global_batch_size=4", "phases=[{from:0},{from:10,data:{global_batch_size:10,sequence_length:512}}]"]
-        ),
-        epochs=epochs,
-    )
-    known = with_steps(config, 100, 50)
+    phases = "phases=[{from:0},{from:10,data:{global_batch_size:10,sequence_length:512}}]"
+    known = with_steps(replace(load_config(["data.global_batch_size=4", phases]), epochs=epochs), 100, 50)
     assert (known.num_steps, known.epochs) == (steps, None)
 
 
 def test_epochs_that_end_before_a_phase_begins() -> None:
-    config = replace(
-        load_config(["data.global_batch_size=10", "phases=[{from:0},{from:50,recompute:{sets:2}}]"]), epochs=1.0
-    )
+    config = load_config(["data.global_batch_size=10", "phases=[{from:0},{from:50,recompute:{sets:2}}]"])
+    config = replace(config, epochs=1.0)
     with pytest.raises(ConfigError, match=r"^phases\[1\]\.from=50: the run ends after steps=10"):
         with_steps(config, 100, 100)
 

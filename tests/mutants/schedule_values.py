@@ -127,7 +127,7 @@ MUTANTS = (
         "pipetrain/schedule/families.py",
         "order += [(Kind.W, i - stage)] if i >= stage else []",
         "order += [(Kind.W, i)]",
-        ("tests/schedule/test_split_backward.py", "-k", "staircase"),
+        ("tests/schedule/test_halves.py", "-k", "staircase"),
     ),
     Mutant(
         "an order that was found is not run",

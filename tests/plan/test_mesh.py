@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import re
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ from pipetrain.cli.main import main
 from pipetrain.comm.coordinates import Grid
 from pipetrain.config.load import load_config
 from pipetrain.config.records import ModelConfig, OptimConfig
-from pipetrain.config.together import check_run
 from pipetrain.data.tokenizer import ByteTokenizer
 from pipetrain.models.size import shapes_per_layer, transformer_size
 from pipetrain.models.spec import make_spec
@@ -233,15 +231,3 @@ def test_tokens_of_bytes_are_as_many_as_the_tokenizer_has() -> None:
     assert sum(rank.parameters or 0 for rank in mesh.ranks) == 2 * sum(
         list(transformer_size(model, ByteTokenizer.vocabulary_size, 1).parameters_per_layer)
     )
-
-
-def test_what_the_readme_says_to_type_of_replicas(capsys: pytest.CaptureFixture[str]) -> None:
-    readme = (pathlib.Path(__file__).resolve().parents[2] / "README.md").read_text()
-    (row,) = [line for line in readme.splitlines() if line.startswith("| [replicas]")]
-    train, show = [command.split() for command in re.findall(r"`(pipetrain [^`]*)`", row)]
-    config = load_config(train[2:])
-    check_run(config)
-    assert (config.parallel.num_replicas, config.parallel.zero_stage) == (2, 1)
-    assert main(show[1:]) == 0
-    said = capsys.readouterr().out
-    assert all(f"replica {number}" in said for number in range(4)), said

@@ -352,14 +352,9 @@ def problems(draw: st.DrawFn, most_stages: int = 8) -> tuple[ScheduleSpec, Costs
     microbatches = draw(st.integers(1, 12))
     times = st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 3.0]), min_size=stages, max_size=stages)
     forward = draw(times)
-    costs = Costs.spread(
-        stages,
-        forward=forward,
-        backward=draw(times),
-        recompute=draw(times),
-        hop=draw(st.sampled_from([0.0, 0.25, 1.0])),
-        offload=[seconds * draw(st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0, 8.0])) for seconds in forward],
-    )
+    backward, again, hop = draw(times), draw(times), draw(st.sampled_from([0.0, 0.25, 1.0]))
+    offload = [seconds * draw(st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0, 8.0])) for seconds in forward]
+    costs = Costs.spread(stages, forward=forward, backward=backward, recompute=again, hop=hop, offload=offload)
     mode = draw(st.sampled_from([Mode.OVERLAP, Mode.INLINE, Mode.EARLY]))
     sets = draw(st.one_of(st.integers(1, 4), st.lists(st.integers(1, 4), min_size=stages, max_size=stages)))
     host = draw(st.sampled_from([None, None, 1, 2]))

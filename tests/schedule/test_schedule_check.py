@@ -42,6 +42,13 @@ def in_parts(*changes: tuple[str, str]) -> Schedule:
     return edited(1, Lane.COMPUTE, *changes, schedule=IN_PARTS)
 
 
+HALVES = make_schedule("zb-h1", num_stages=3, num_microbatches=3, recompute="never")
+
+
+def halved(old: str, new: str) -> Schedule:
+    return edited(1, Lane.COMPUTE, (old, new), schedule=HALVES)
+
+
 REPLICAS, ALL_KEPT = three("inline", 2, segments=2), three("never", 2, segments=3)
 OFFLOADED = three(offload="always")
 LAUNCHED, TWO_PLACES = for_device(VALID), for_device(three(sets=2, keep="none"))
@@ -92,6 +99,16 @@ BROKEN = {
     ),
     "each_forward": (edited(1, Lane.COMPUTE, ("1F1", "")), "1F1: is missing"),
     "each_backward": (edited(1, Lane.COMPUTE, ("1B1", "")), "1B1: is missing"),
+    "w without i": (halved("1I1", ""), "1I1: is missing: 1W1 needs it"),
+    "i without w": (halved("1W1", ""), "1W1: is missing: 1I1 needs it"),
+    "whole and in halves": (
+        halved("1I1", "1I1 1B1"),
+        "1B1: is extra to 1I1 and 1W1: each microbatch needs exactly one backward: B, B of each part, or I and W",
+    ),
+    "w before i": (
+        edited(1, Lane.COMPUTE, ("1I1", "1I9"), ("1W1", "1I1"), ("1I9", "1W1"), schedule=HALVES),
+        "1W1: does not wait for 1I1",
+    ),
     "frozen": (dataclasses.replace(VALID, first_backward=1), "0B0: stages below 1 need no gradient"),
     "each_set_kept_or_recomputed": (edited(1, Lane.RECOMPUTE, ("1R1", "")), "1R1: is missing: the set is not kept"),
     "kept": (

@@ -141,17 +141,6 @@ def test_interleaving_leaves_out_what_is_beyond_the_microbatches() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpipe", "1f1b", "interleaved"])
-@pytest.mark.parametrize("microbatches", [1, 3, 4, 7])
-def test_backwards_of_a_stage_run_in_microbatch_order(family: str, microbatches: int) -> None:
-    schedule = make_schedule(
-        family, num_stages=4, num_microbatches=microbatches, num_ranks=4 if family == "1f1b" else 2
-    )
-    for stage in range(4):
-        backwards = [op.microbatch for _, _, op in schedule.ops() if op.kind is Kind.B and op.stage == stage]
-        assert backwards == list(range(microbatches))
-
-
-@pytest.mark.parametrize("family", ["gpipe", "1f1b", "interleaved"])
 @pytest.mark.parametrize("mode", ["never", "inline", "early", "overlap"])
 def test_the_last_stage_alternates_and_keeps_its_one_set(family: str, mode: str) -> None:
     schedule = make_schedule(family, num_stages=3, num_microbatches=4, recompute=mode)

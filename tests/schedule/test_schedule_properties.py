@@ -10,6 +10,7 @@ from hypothesis import event as count
 from hypothesis import strategies as st
 from oracle import Oracle, OracleError
 from random_schedules import Case, cases, mutants, random_schedules
+from spelled import in_order
 
 from pipetrain.monitor.breakdown import break_down
 from pipetrain.schedule.alive import peak_sets
@@ -28,6 +29,7 @@ def test_every_schedule(case: Case) -> None:
     schedule, policy = case.make(), case.arguments["recompute"]
     check(schedule)
     Oracle(schedule).run()
+    assert in_order(schedule, Kind.B)
     timeline = simulate(schedule, case.costs)
     rounding = 1e-9 * (1 + timeline.step_seconds)
     assert timeline.step_seconds >= bound_of(schedule, case.costs) - rounding

@@ -128,12 +128,8 @@ def test_a_slow_link_delays_every_microbatch() -> None:
 
 def test_receives_just_in_time_pay_the_hop_on_every_microbatch() -> None:
     costs = Costs.spread(3, hop=0.5)
-    ahead, late = (
-        simulate(
-            make_schedule(num_stages=3, num_microbatches=8, recompute="never", transport_ahead=n), costs
-        ).step_seconds
-        for n in (2, 0)
-    )
+    wanted = {"num_stages": 3, "num_microbatches": 8, "recompute": "never"}
+    ahead, late = (simulate(make_schedule(**wanted, transport_ahead=n), costs).step_seconds for n in (2, 0))
     assert ahead == (8 + 2) * 3 + 2 * 2 * 0.5
     assert late >= ahead + 7 * 0.5
 
