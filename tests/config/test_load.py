@@ -80,9 +80,8 @@ def test_a_key_that_no_file_names_can_be_set_and_read() -> None:
 )
 def test_every_choice_composes(group: str, name: str, tmp_path: pathlib.Path) -> None:
     target = [f"{group}.target=torch.nn:Identity"] if name == "python" else []
-    config = load_config(
-        [f"{group}={name}", *target, "model.vocab_size=9"] if group == "data" else [f"{group}={name}", *target]
-    )
+    vocabulary = ["model.vocab_size=9"] if group == "data" else []
+    config = load_config([f"{group}={name}", *target, *vocabulary])
     check_run(config)
     (tmp_path / "config.yaml").write_text(as_yaml(config))
     assert read(tmp_path / "config.yaml") == config
@@ -108,9 +107,8 @@ def test_a_value_of_one_configuration_is_none_of_the_next() -> None:
 
 
 def test_types_are_those_of_the_records() -> None:
-    config = load_config(
-        ["timeout_seconds=30", "pipeline.balance=[2,4]", "cost.hop_seconds=[1,0.5]", "optim.max_grad_norm=null"]
-    )
+    words = "timeout_seconds=30 pipeline.balance=[2,4] cost.hop_seconds=[1,0.5] optim.max_grad_norm=null"
+    config = load_config(words.split())
     assert isinstance(config.timeout_seconds, float)
     assert config.pipeline.balance == (2, 4)
     assert config.cost.hop_seconds == (1.0, 0.5)

@@ -52,12 +52,8 @@ def test_they_come_back_from_the_run_folder(tmp_path: Any) -> None:
 
 
 def test_what_a_phase_may_change() -> None:
-    assert set(phase_keys()) == {
-        "data.global_batch_size",
-        "data.sequence_length",
-        "pipeline.num_microbatches",
-        *(f"recompute.{key}" for key in vars(RunConfig().recompute)),
-    }
+    of_batches = {"data.global_batch_size", "data.sequence_length", "pipeline.num_microbatches"}
+    assert set(phase_keys()) == {*of_batches, *(f"recompute.{key}" for key in vars(RunConfig().recompute))}
 
 
 MISTAKES = {
@@ -130,11 +126,8 @@ def test_each_phase_has_its_own_schedule() -> None:
     assert [phase.first_step for phase in (first, second, third)] == [1, 51, 121]
     assert [phase.run.schedule.num_microbatches for phase in (first, second, third)] == [8, 4, 8]
     assert [phase.run.plan.num_microbatches for phase in (first, second, third)] == [8, 4, 8]
-    assert [phase.run.schedule.policy.mode.value for phase in (first, second, third)] == [
-        "overlap",
-        "inline",
-        "overlap",
-    ]
+    modes = [phase.run.schedule.policy.mode.value for phase in (first, second, third)]
+    assert modes == ["overlap", "inline", "overlap"]
 
 
 def test_deepspeed_refuses_phases() -> None:
@@ -159,20 +152,14 @@ def test_only_a_run_with_phases_names_them() -> None:
     ],
 )
 def test_epochs_are_counted_over_phases(epochs: float, steps: int) -> None:
-    config = replace(
-        load_config(
-            ["data.global_batch_size=4", "phases=[{from:0},{from:10,data:{global_batch_size:10,sequence_length:512}}]"]
-        ),
-        epochs=epochs,
-    )
-    known = with_steps(config, 100, 50)
+    phases = "phases=[{from:0},{from:10,data:{global_batch_size:10,sequence_length:512}}]"
+    known = with_steps(replace(load_config(["data.global_batch_size=4", phases]), epochs=epochs), 100, 50)
     assert (known.num_steps, known.epochs) == (steps, None)
 
 
 def test_epochs_that_end_before_a_phase_begins() -> None:
-    config = replace(
-        load_config(["data.global_batch_size=10", "phases=[{from:0},{from:50,recompute:{sets:2}}]"]), epochs=1.0
-    )
+    config = load_config(["data.global_batch_size=10", "phases=[{from:0},{from:50,recompute:{sets:2}}]"])
+    config = replace(config, epochs=1.0)
     with pytest.raises(ConfigError, match=r"^phases\[1\]\.from=50: the run ends after steps=10"):
         with_steps(config, 100, 100)
 
@@ -189,30 +176,14 @@ def test_the_batches_of_a_run_that_is_behind() -> None:
     assert batches_before(plain(), 100) == [(0, 16, 256)]
     assert batches_before(plain(phases=phases), 9) == [(0, 16, 256)]  # another policy is no other batch
     assert batches_before(plain(phases=phases), 10) == [(0, 16, 256), (9, 4, 256)]
-    assert batches_before(plain(phases=[{"from": 0}, {"from": 9, "data.global_batch_size": 4}]), 10) == [
-        (0, 16, 256),
-        (9, 4, 256),
-    ]
+    dotted = [{"from": 0}, {"from": 9, "data.global_batch_size": 4}]
+    assert batches_before(plain(phases=dotted), 10) == [(0, 16, 256), (9, 4, 256)]
 
 
 def test_a_value_in_a_step() -> None:
     """Each phase has what the run has but for its own keys, not what the phase before it had."""
-    phases = [
-        {"from": 0, "data.global_batch_size": 8},
-        {"from": 5, "recompute": {"sets": 2}},
-        {"from": 9, "data": {"global_batch_size": 4}},
-    ]
-    config = plain(phases=phases)
-    assert [value_in_step(config, "data.global_batch_size", step) for step in (1, 5, 6, 9, 10, 999)] == [
-        8,
-        8,
-        16,
-        16,
-        4,
-        4,
-    ]
-    assert (
-        value_in_step(plain(), "data.global_batch_size", 7)
-        == 16
-        == value_in_step(plain(phases=()), "data.global_batch_size", 1)
-    )
+    of_nine = {"from": 9, "data": {"global_batch_size": 4}}
+    config = plain(phases=[{"from": 0, "data.global_batch_size": 8}, {"from": 5, "recompute": {"sets": 2}}, of_nine])
+    found = [value_in_step(config, "data.global_batch_size", step) for step in (1, 5, 6, 9, 10, 999)]
+    assert found == [8, 8, 16, 16, 4, 4]
+    assert {value_in_step(one, "data.global_batch_size", 7) for one in (plain(), plain(phases=()))} == {16}

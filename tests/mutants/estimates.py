@@ -22,7 +22,7 @@ MUTANTS = (
         "pipetrain/plan/cluster.py",
         'if nodes > 1 and found["gigabits"] is None:',
         'if nodes > 10**9 and found["gigabits"] is None:',
-        ("tests/plan/test_cluster.py", "-k", "wrong_word"),
+        ("tests/plan/test_estimate.py", "-k", "wrong_word"),
     ),
     Mutant(
         "what a peer recomputes takes no time",

@@ -106,14 +106,14 @@ MUTANTS = (
         "pipetrain/plan/balance.py",
         'timed = ("forward", "backward", "recompute", ',
         'timed = ("forward", "backward", ',
-        ("tests/plan/test_balance_by_step.py", "-k", "counting_r"),
+        ("tests/plan/test_balance.py", "-k", "counting_r"),
     ),
     Mutant(
         "two layers are never moved at once",
         "pipetrain/plan/balance.py",
         "for count in (1, 2) if far else (1,):",
         "for count in (1,):",
-        ("tests/plan/test_balance_by_step.py", "-k", "pairs_of_moves"),
+        ("tests/plan/test_balance.py", "-k", "pairs_of_moves"),
     ),
     Mutant(
         "layers move although stages then share more",

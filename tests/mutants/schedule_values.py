@@ -15,14 +15,14 @@ MUTANTS = (
         "pipetrain/schedule/bound.py",
         "sum(shares[place:]) * seconds + shared",
         "shares[-1] * seconds + shared",
-        ("tests/schedule/test_replica_reduces.py", "-k", "by_layers"),
+        ("tests/schedule/test_reduces.py", "-k", "by_layers"),
     ),
     Mutant(
         "the bound has all the work before each part",
         "pipetrain/schedule/bound.py",
         "(sum(shares[: place + 1]), sum",
         "(1.0, sum",
-        ("tests/schedule/test_replica_reduces.py", "-k", "parts_hide or in_one_order"),
+        ("tests/schedule/test_reduces.py", "-k", "parts_hide or in_one_order"),
     ),
     Mutant(
         "the bound forgets that sets lie in places",
@@ -57,14 +57,14 @@ MUTANTS = (
         "pipetrain/schedule/check.py",
         "    each_gradient_of_replicas,\n    each_reduce_in_its_turn,\n",
         "    each_reduce_in_its_turn,\n",
-        ("tests/schedule/test_replica_reduces.py", "-k", "broken"),
+        ("tests/schedule/test_reduces.py", "-k", "broken"),
     ),
     Mutant(
         "nobody looks in which order replicas add up",
         "pipetrain/schedule/check.py",
         "    each_gradient_of_replicas,\n    each_reduce_in_its_turn,\n",
         "    each_gradient_of_replicas,\n",
-        ("tests/schedule/test_replica_reduces.py", "-k", "broken"),
+        ("tests/schedule/test_reduces.py", "-k", "broken"),
     ),
     Mutant(
         "check does not bound the stash",
@@ -99,7 +99,7 @@ MUTANTS = (
         "pipetrain/schedule/costs.py",
         "(to_stage and self.reduce_shared) or seconds",
         "seconds",
-        ("tests/schedule/test_replica_reduces.py", "-k", "apart"),
+        ("tests/schedule/test_reduces.py", "-k", "apart"),
     ),
     Mutant(
         "a file may have a stage on any rank",
@@ -127,7 +127,7 @@ MUTANTS = (
         "pipetrain/schedule/families.py",
         "order += [(Kind.W, i - stage)] if i >= stage else []",
         "order += [(Kind.W, i)]",
-        ("tests/schedule/test_split_backward.py", "-k", "staircase"),
+        ("tests/schedule/test_halves.py", "-k", "staircase"),
     ),
     Mutant(
         "an order that was found is not run",
@@ -176,6 +176,6 @@ MUTANTS = (
         "pipetrain/schedule/simulate.py",
         "if op.part is not None and op.peer is None:",
         "if op.part is not None and not op.kind.row.per_stage:",
-        ("tests/schedule/test_replica_reduces.py", "-k", "parts_hide or by_layers"),
+        ("tests/schedule/test_reduces.py", "-k", "parts_hide or by_layers"),
     ),
 )

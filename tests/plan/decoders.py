@@ -10,19 +10,9 @@ from pipetrain.plan.profile import Profile
 
 def llama(layers: int, width: int, heads: int, inner: int, vocabulary: int = 128_256) -> HfShape:
     """As config.json of Llama 3 has its sizes (arXiv 2407.21783, table 3)."""
-    return HfShape(
-        {
-            "model_type": "llama",
-            "num_hidden_layers": layers,
-            "hidden_size": width,
-            "num_attention_heads": heads,
-            "num_key_value_heads": 8,
-            "intermediate_size": inner,
-            "vocab_size": vocabulary,
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-        }
-    )
+    sizes = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads, "num_key_value_heads": 8}
+    rest = {"intermediate_size": inner, "vocab_size": vocabulary, "hidden_act": "silu", "tie_word_embeddings": False}
+    return HfShape({"model_type": "llama", **sizes, **rest})
 
 
 LLAMA_8B = llama(32, 4096, 32, 14336)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hypothesis import strategies as st
@@ -44,23 +44,15 @@ class Cell:
     @property
     def spec(self) -> ScheduleSpec:
         """With the order of `orders.json`, where that has one."""
-        spec = ScheduleSpec(
-            AUTO,
-            tuple(range(self.stages)),
-            self.microbatches,
-            RecomputePolicy(sets=self.places),
-            costs=self.costs,
-            split_backward=self.split,
-        )
+        ranks, policy = tuple(range(self.stages)), RecomputePolicy(sets=self.places)
+        spec = ScheduleSpec(AUTO, ranks, self.microbatches, policy, costs=self.costs, split_backward=self.split)
         text = json.loads(ORDERS.read_text()).get(str(self))
-        return (
-            spec if text is None else ScheduleSpec(**{**vars(spec), "order": order_of_csv(text, str(self), spec.shape)})
-        )
+        return spec if text is None else replace(spec, order=order_of_csv(text, str(self), spec.shape))
 
     @property
-    def never(self) -> float:
-        """The step without recomputation, with a place for every set."""
-        return (self.microbatches + self.stages - 1) * 3 + 2 * (self.stages - 1) * self.hop
+    def unsolved(self) -> ScheduleSpec:
+        """Without an order."""
+        return replace(self.spec, order=None)
 
 
 def cells() -> list[Cell]:
@@ -93,16 +85,12 @@ def specs(draw: st.DrawFn, max_stages: int = 5, max_microbatches: int = 8) -> Sc
     """Any problem: costs of its own for each stage and edge, places and stash, backward whole or split, every mode."""
     stages, microbatches = draw(st.integers(1, max_stages)), draw(st.integers(1, max_microbatches))
     numbers = st.one_of(st.integers(1, 4), st.lists(st.integers(1, 4), min_size=stages, max_size=stages))
-    policy = RecomputePolicy(
-        mode=draw(st.sampled_from(Mode)),
-        sets=draw(numbers),
-        stash=draw(st.one_of(st.none(), numbers)),
-    )
+    mode, sets, stash = draw(st.sampled_from(Mode)), draw(numbers), draw(st.one_of(st.none(), numbers))
     return ScheduleSpec(
         AUTO,
         tuple(draw(st.permutations(range(stages)))),
         microbatches,
-        policy,
+        RecomputePolicy(mode, sets=sets, stash=stash),
         costs=draw(costs_of(stages)),
         first_backward=draw(st.one_of(st.just(0), st.integers(0, stages))),
         transport_ahead=draw(st.integers(0, 3)),

@@ -5,7 +5,6 @@ It starts from the stored ones, and stores better ones. Orders that the rule alo
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -23,7 +22,7 @@ from pipetrain.schedule.simulate import simulate
 
 def seek(cell: Cell, seconds: float, folder: Path) -> None:
     """Prints the step of the rule, that of the best order found, and what is proven; stores the order."""
-    stored, spec = cell.spec.order, dataclasses.replace(cell.spec, order=None)
+    stored, spec = cell.spec.order, cell.unsolved
     if stored is not None:
         write_order(folder, spec, cell.costs, CachedOrder(stored, 0.0, 0.0))
     rule = simulate(make(spec), cell.costs).step_seconds

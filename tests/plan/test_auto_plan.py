@@ -16,12 +16,8 @@ from pipetrain.monitor.folder import RunFolder
 from pipetrain.plan.profile import Profile, read_profile
 from pipetrain.trainer.prepare import conditions_of, foreseen_bytes, prepare
 
-MODEL = [
-    "model.num_hidden_layers=4",
-    "data.global_batch_size=8",
-    "pipeline.num_microbatches=4",
-    "pipeline.search_seconds=0",
-]
+KEYS = "model.num_hidden_layers=4 data.global_batch_size=8 pipeline.num_microbatches=4 pipeline.search_seconds=0"
+MODEL = KEYS.split()
 
 
 @pytest.fixture

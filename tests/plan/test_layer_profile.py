@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from random_plans import layer
 
 from pipetrain.cli.profile_command import advice_of
 from pipetrain.config.load import load_config
@@ -12,7 +13,6 @@ from pipetrain.plan.balance import cut_by_work
 from pipetrain.plan.profile import (
     LOSS,
     PROFILE,
-    LayerProfile,
     OpProfile,
     Profile,
     SavedTensor,
@@ -27,32 +27,17 @@ from pipetrain.trainer.prepare import conditions_of, predict, prepare, profile_o
 PRODUCT = OpProfile("mm", "matmul", "mlp", 2, 0.5, 40, 30, 10, 0.125, 10)
 MIXED = OpProfile("_scaled", "attention", "mixer", 1, 0.25, 8, 0, 0, 0.0, 0)
 CHEAP = OpProfile("silu", None, "mlp", 1, 0.0625, 20, 0, 0, 0.0, 0)
-BLOCK = LayerProfile(
-    (1, 2, 3),
-    "Block",
-    forward_seconds=1.0,
-    backward_seconds=2.0,
-    recompute_seconds=1.0,
+BLOCK = dataclasses.replace(
+    layer(1, 1.0, inner=90, border=10, weights=64),
+    numbers=(1, 2, 3),
     recompute_last_seconds=0.75,
     selective_seconds=0.03125,
-    saved_bytes=100,
-    inner_bytes=90,
-    saves_input=True,
-    saves_output=False,
-    input_bytes=10,
-    output_bytes=10,
-    parameter_bytes=64,
-    gradient_bytes=64,
-    optimizer_bytes=128,
     largest=(SavedTensor("mm", (2, 5), "float32", 40, 0.25),),
     ops=(PRODUCT, MIXED, CHEAP),
 )
-FIRST = dataclasses.replace(
-    BLOCK, numbers=(0,), kind="Embedding", inner_bytes=0, input_bytes=4, ops=(), selective_seconds=0.0
-)
-END = dataclasses.replace(
-    BLOCK, numbers=(4,), kind=LOSS, inner_bytes=7, output_bytes=1, ops=(), recompute_last_seconds=0.5
-)
+PLAIN = dataclasses.replace(BLOCK, ops=())
+FIRST = dataclasses.replace(PLAIN, numbers=(0,), kind="Embedding", inner_bytes=0, input_bytes=4, selective_seconds=0.0)
+END = dataclasses.replace(PLAIN, numbers=(4,), kind=LOSS, inner_bytes=7, output_bytes=1, recompute_last_seconds=0.5)
 PROFILE_OF_FOUR = Profile(conditions={"model.hidden_size": 32}, layers=(FIRST, BLOCK, END))
 
 
@@ -147,14 +132,11 @@ def test_a_profile_of_another_model_names_what_differs() -> None:
 def test_a_run_has_parts_by_the_profile_of_its_layers(tmp_path: Path) -> None:
     """Six layers on two stages, of which the last block and the loss are heavy."""
     file = tmp_path / PROFILE
-    keys = [
-        "data=stdlib",
-        "pipeline.num_stages=2",
-        "pipeline.balance=[3,3]",
-        "model.num_hidden_layers=4",
-        "recompute.segments=2",
-        "model.vocab_size=256",
-    ]
+    words = (
+        "data=stdlib pipeline.num_stages=2 pipeline.balance=[3,3] model.num_hidden_layers=4 recompute.segments=2 "
+        "model.vocab_size=256"
+    )
+    keys = words.split()
     blocks = dataclasses.replace(BLOCK, numbers=(1, 2, 3))
     heavy = dataclasses.replace(BLOCK, numbers=(4,), inner_bytes=500, recompute_seconds=3.0)
     head, loss = dataclasses.replace(BLOCK, numbers=(5,)), dataclasses.replace(END, numbers=(6,), inner_bytes=400)

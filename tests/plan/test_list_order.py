@@ -18,15 +18,8 @@ from pipetrain.schedule.search.list_order import OrderProblem, list_order, rules
 from pipetrain.schedule.simulate import simulate
 
 WITHIN = 1.055  # of the best known, rule alone
-SPLIT_BY_RULE = {
-    (8, 16, 1): 74,
-    (8, 16, 2): 69,
-    (8, 16, 3): 65,
-    (8, 16, 4): 63,
-    (8, 16, 6): 58,
-    (8, 8, 2): 39,
-    (4, 16, 1): 66,
-}
+OF_EIGHT = {(8, 16, places): seconds for places, seconds in ((1, 74), (2, 69), (3, 65), (4, 63), (6, 58))}
+SPLIT_BY_RULE = {**OF_EIGHT, (8, 8, 2): 39, (4, 16, 1): 66}
 
 
 def seconds(spec: ScheduleSpec) -> float:
@@ -36,12 +29,12 @@ def seconds(spec: ScheduleSpec) -> float:
 
 @pytest.mark.parametrize("cell", cells(), ids=str)
 def test_the_rule_is_near_the_best_known(cell: Cell) -> None:
-    spec = dataclasses.replace(cell.spec, order=None)
+    spec = cell.unsolved
     shape = cell.stages, cell.microbatches, cell.places
     assert seconds(spec) <= (SPLIT_BY_RULE[shape] if cell.split else cell.goal * WITHIN)
 
 
-@examples(40, 300, specs())
+@examples(40, 150, specs())
 def test_any_problem_has_an_order(spec: ScheduleSpec) -> None:
     assert spec.costs is not None
     schedule = make(spec)
@@ -49,14 +42,8 @@ def test_any_problem_has_an_order(spec: ScheduleSpec) -> None:
     assert schedule.family == "auto"
     taken = simulate(schedule, spec.costs).step_seconds
     policy = dataclasses.replace(spec.policy, keep=Keep.AUTO)
-    least = bound(
-        spec.costs,
-        spec.num_microbatches,
-        policy=policy,
-        placement=list(spec.stage_ranks),
-        first_backward=spec.first_backward,
-        split_backward=spec.split_backward,
-    )
+    same = {key: getattr(spec, key) for key in ("first_backward", "split_backward")}
+    least = bound(spec.costs, spec.num_microbatches, policy=policy, placement=list(spec.stage_ranks), **same)
     assert taken >= least * (1 - 1e-9)
     if spec.transport_ahead == 0 or any(spec.costs.hop_forward + spec.costs.hop_backward):
         return  # a receive that is posted late delays its hop: the rule knows nothing of that
@@ -64,7 +51,7 @@ def test_any_problem_has_an_order(spec: ScheduleSpec) -> None:
     assert taken <= listed.seconds * (1 + 1e-9), "no op starts later than in the order, one op after the other"
 
 
-@examples(40, 300, specs())
+@examples(40, 150, specs())
 def test_an_order_comes_back_from_its_schedule(spec: ScheduleSpec) -> None:
     assert spec.costs is not None
     schedule = make(spec)
@@ -91,14 +78,14 @@ def test_r_waits_for_the_op_in_front_of_it() -> None:
 
 def test_in_flight_stays_within_the_stash() -> None:
     for stash in (1, 2, 5):
-        spec = dataclasses.replace(Cell(4, 8, 0, 2, 0).spec, order=None)
+        spec = Cell(4, 8, 0, 2, 0).unsolved
         spec = dataclasses.replace(spec, policy=dataclasses.replace(spec.policy, stash=stash))
         check(make(spec))
     assert seconds(spec) < 3 * 8 * 4  # the last: of five
 
 
 def test_never_keeps_every_set() -> None:
-    spec = dataclasses.replace(Cell(3, 4, 0, 1, 0).spec, order=None)
+    spec = Cell(3, 4, 0, 1, 0).unsolved
     spec = dataclasses.replace(spec, policy=dataclasses.replace(spec.policy, mode=Mode.NEVER))
     assert len(make(spec).kept) == 12
     assert seconds(spec) == 18
@@ -111,7 +98,7 @@ def test_forwards_alone_run_in_their_order() -> None:
 
 
 def test_a_stage_may_live_on_any_rank() -> None:
-    spec = dataclasses.replace(Cell(3, 6, 0, 2, 0).spec, order=None)
+    spec = Cell(3, 6, 0, 2, 0).unsolved
     moved = dataclasses.replace(spec, stage_ranks=(2, 0, 1))
     assert seconds(moved) == seconds(spec)
     assert {op.stage for op in make(moved).lane(2, Lane.COMPUTE)} == {0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-import re
+from dataclasses import replace
 
 import pytest
 from ranks import run_ranks
@@ -13,7 +13,6 @@ from pipetrain.cli.main import main
 from pipetrain.comm.coordinates import Grid
 from pipetrain.config.load import load_config
 from pipetrain.config.records import ModelConfig, OptimConfig
-from pipetrain.config.together import check_run
 from pipetrain.data.tokenizer import ByteTokenizer
 from pipetrain.models.size import shapes_per_layer, transformer_size
 from pipetrain.models.spec import make_spec
@@ -118,28 +117,11 @@ def test_the_largest_parameter_bounds_the_balance() -> None:
 SMALL = ModelConfig(
     num_hidden_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=24, max_position_embeddings=12
 )
-MODELS = [
-    SMALL,
-    ModelConfig(
-        name="gpt2",
-        num_hidden_layers=1,
-        hidden_size=16,
-        num_attention_heads=2,
-        vocab_size=24,
-        max_position_embeddings=12,
-    ),
-    ModelConfig(
-        num_hidden_layers=1,
-        hidden_size=16,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=40,
-        vocab_size=24,
-    ),
-]
+GROUPED = replace(SMALL, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, intermediate_size=40)
+MODELS = {"llama": SMALL, "gpt2": replace(SMALL, name="gpt2", num_hidden_layers=1), "grouped": GROUPED}
 
 
-@pytest.mark.parametrize("config", MODELS, ids=["llama", "gpt2", "grouped"])
+@pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_shapes_are_those_of_the_model(config: ModelConfig) -> None:
     layers = make_spec(config, 24).build(0, config.num_hidden_layers + 2)
     found = [sorted(tuple(weight.shape) for weight in layer.parameters()) for layer in layers]
@@ -169,14 +151,11 @@ def bytes_of_state(zero: bool) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 1])
 def test_optimizer_bytes_are_those_that_an_optimizer_has(zero: int) -> None:
-    overrides = [
-        "pipeline.num_stages=1",
-        "parallel.num_replicas=3",
-        f"parallel.zero_stage={zero}",
-        "model.num_hidden_layers=2",
-    ]
-    sizes = ["model.hidden_size=16", "model.num_attention_heads=2", "model.vocab_size=24"]
-    config = load_config([*overrides, *sizes, "data.global_batch_size=24"])
+    words = (
+        f"pipeline.num_stages=1 parallel.num_replicas=3 parallel.zero_stage={zero} model.num_hidden_layers=2 "
+        "model.hidden_size=16 model.num_attention_heads=2 model.vocab_size=24 data.global_batch_size=24"
+    )
+    config = load_config(words.split())
     mesh, unknown = predict_mesh(config, predict(config).schedule)
     assert unknown == ""
     assert [rank.optimizer_bytes for rank in mesh.ranks] == run_ranks(3, bytes_of_state, bool(zero))
@@ -252,15 +231,3 @@ def test_tokens_of_bytes_are_as_many_as_the_tokenizer_has() -> None:
     assert sum(rank.parameters or 0 for rank in mesh.ranks) == 2 * sum(
         list(transformer_size(model, ByteTokenizer.vocabulary_size, 1).parameters_per_layer)
     )
-
-
-def test_what_the_readme_says_to_type_of_replicas(capsys: pytest.CaptureFixture[str]) -> None:
-    readme = (pathlib.Path(__file__).resolve().parents[2] / "README.md").read_text()
-    (row,) = [line for line in readme.splitlines() if line.startswith("| [replicas]")]
-    train, show = [command.split() for command in re.findall(r"`(pipetrain [^`]*)`", row)]
-    config = load_config(train[2:])
-    check_run(config)
-    assert (config.parallel.num_replicas, config.parallel.zero_stage) == (2, 1)
-    assert main(show[1:]) == 0
-    said = capsys.readouterr().out
-    assert all(f"replica {number}" in said for number in range(4)), said

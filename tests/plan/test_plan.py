@@ -31,14 +31,8 @@ def test_stages_are_placed(name: str) -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"placement": [0, 2]}, "pipeline.placement=[0, 2]: rank 1 holds no stage"),
-    ({"placement": [0, 1], "num_stages": 3}, "pipeline.placement=[0, 1] has 2 entries for 3 stages"),
-    ({"placement": [0, 1, 2], "num_ranks": 2}, "pipeline.placement=[0, 1, 2]: there is no rank 2 for stage 2; allowed are 0 to 1"),
-    ({"placement": [0, 1], "num_ranks": 3}, "pipeline.placement=[0, 1]: rank 2 holds no stage"),
-    ({"placement": "zigzag"}, "pipeline.placement='zigzag': allowed are loop, v, or a list"),
     ({"placement": [0, 1, 1, 0], "stages_per_rank": 3}, "pipeline.stages_per_rank=3 does not fit pipeline.placement=[0, 1, 1, 0]"),
     ({"placement": []}, "pipeline.placement=[] names no rank; give the rank of each stage"),
-    ({"placement": [-1]}, "pipeline.placement=[-1]: there is no rank -1 for stage 0; allowed are 0 to 0"),
     ({"num_ranks": 3, "num_stages": 4}, "pipeline.num_stages=4 does not fit 3 ranks"),
 ]  # fmt: skip
 

@@ -17,23 +17,13 @@ from pipetrain.schedule.costs import Costs
 from pipetrain.schedule.simulate import simulate
 from pipetrain.trainer.prepare import conditions_of, prepare, profile_of
 
-MODEL = [
-    "model.num_hidden_layers=4",
-    "data.global_batch_size=8",
-    "pipeline.num_microbatches=4",
-    "pipeline.search_seconds=0",
-]
-NAMES = {
-    "num_stages",
-    "balance",
-    "schedule",
-    "num_microbatches",
-    "sets",
-    "segments",
-    "selective",
-    "step_seconds",
-    "peak_bytes",
-}
+KEYS = "model.num_hidden_layers=4 data.global_batch_size=8 pipeline.num_microbatches=4 pipeline.search_seconds=0"
+MODEL = KEYS.split()
+SECONDS = ("forward_seconds", "backward_seconds", "recompute_seconds")
+NAMES = (
+    "num_stages balance schedule num_microbatches sets segments selective step_seconds peak_bytes "
+    "peak_activation_bytes keys tokens_per_second bubble_fraction"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -45,13 +35,7 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     light = {"parameter_bytes": 8, "gradient_bytes": 8, "optimizer_bytes": 16}  # activations alone decide
     two = dataclasses.replace(drawn, layers=tuple(dataclasses.replace(own, **light) for own in drawn.layers))
     one = tuple(
-        dataclasses.replace(
-            own,
-            forward_seconds=own.forward_seconds * 0.75,
-            backward_seconds=own.backward_seconds * 0.75,
-            recompute_seconds=own.recompute_seconds * 0.75,
-            inner_bytes=own.inner_bytes // 2,
-        )
+        dataclasses.replace(own, inner_bytes=own.inner_bytes // 2, **{key: getattr(own, key) * 0.75 for key in SECONDS})
         for own in two.layers
     )
     found = dataclasses.replace(two, conditions=conditions_of(load_config(MODEL)), samples=2, smaller=one)
@@ -69,7 +53,7 @@ def test_plans_have_the_names_that_scripts_read(capsys: pytest.CaptureFixture[st
     found = planned(capsys)
     assert found["fits"] is True
     assert 1 <= len(found["plans"]) <= 5
-    assert found["plans"][0].keys() >= NAMES | {"peak_activation_bytes", "keys", "tokens_per_second", "bubble_fraction"}
+    assert found["plans"][0].keys() >= set(NAMES.split())
     seconds = [one["step_seconds"] for one in found["plans"]]
     assert seconds == sorted(seconds)
     for one in found["plans"]:

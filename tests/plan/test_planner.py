@@ -38,7 +38,7 @@ def least_seconds(plans: Plans, budget: float) -> float:
 
 
 @pytest.mark.quick(*_SOME)
-@pytest.mark.parametrize("seed", range(100), ids=str)
+@pytest.mark.parametrize("seed", range(20), ids=str)
 def test_more_budget_is_never_slower_nor_refused(seed: int, tmp_path: Path) -> None:
     """With the search, whose orders count as well."""
     plans = make_plans(random_problem(seed), search_seconds=1.0, cache=tmp_path)
@@ -64,7 +64,7 @@ def test_the_frontier_has_what_nothing_beats() -> None:
 
 
 @pytest.mark.quick(*_SOME)
-@pytest.mark.parametrize("seed", range(50), ids=str)
+@pytest.mark.parametrize("seed", range(15), ids=str)
 def test_the_plan_is_near_the_best_of_all(seed: int) -> None:
     """For each of four budgets, against every balance, number of slots per stage and rule."""
     problem = random_problem(seed)
@@ -78,7 +78,7 @@ def test_the_plan_is_near_the_best_of_all(seed: int) -> None:
 
 
 @pytest.mark.quick(*_SOME)
-@pytest.mark.parametrize("seed", range(30), ids=str)
+@pytest.mark.parametrize("seed", range(10), ids=str)
 def test_the_plan_is_no_slower_than_equal_layers_nor_than_balance_auto(seed: int) -> None:
     problem = random_problem(1000 + seed)
     plans, layers, ranks = make_plans(problem), problem.profile.num_layers, problem.num_ranks
@@ -148,10 +148,8 @@ def test_the_batch_is_cut_into_equal_microbatches_of_sizes_that_are_known() -> N
     known = dataclasses.replace(profile, smaller=profile.layers)
     assert [m for _, _, m in layouts_of(dataclasses.replace(problem, profile=known))] == [1, 2, 3, 4, 6, 12]
     linked = dataclasses.replace(known, link=Link(0.0, 1e9))
-    assert {(replicas, ranks) for replicas, ranks, _ in layouts_of(dataclasses.replace(problem, profile=linked))} == {
-        (1, 2),
-        (2, 1),
-    }
+    found = layouts_of(dataclasses.replace(problem, profile=linked))
+    assert {(replicas, ranks) for replicas, ranks, _ in found} == {(1, 2), (2, 1)}
 
 
 def test_a_profile_lies_on_the_line_through_two_sizes() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 
 from random_schedules import with_lane
 
-from pipetrain.schedule.op import Lane, Op
+from pipetrain.schedule.op import Kind, Lane, Op
 from pipetrain.schedule.schedule import Schedule
 
 
@@ -16,6 +16,12 @@ def lane(schedule: Schedule, rank: int, lane: Lane = Lane.COMPUTE) -> str:
 
 def waits(schedule: Schedule, op: str) -> set[str]:
     return {str(other) for other in schedule.waits.get(Op.parse(op), ())}
+
+
+def in_order(schedule: Schedule, kind: Kind) -> bool:
+    """Whether each stage runs its ops of `kind` in microbatch order, so that gradients are summed as in one process."""
+    own = [(op.stage, op.microbatch or 0) for _, _, op in schedule.ops() if op.kind is kind]
+    return sorted(own, key=lambda one: one[0]) == sorted(own)
 
 
 def reduces(schedule: Schedule) -> list[list[str]]:

@@ -23,12 +23,8 @@ from pipetrain.schedule.kinds import (
 from pipetrain.schedule.op import Op
 
 PACKAGE = Path(__file__).parents[2] / "pipetrain"
-NAMES_KINDS = (
-    "schedule/kinds.py",
-    "schedule/families.py",
-    "runtime/",
-    "comm/",
-)  # the rows; what a family is; what runs ops
+# the rows; what a family is; what runs ops
+NAMES_KINDS = ("schedule/kinds.py", "schedule/families.py", "runtime/", "comm/")
 
 
 def test_nobody_names_a_kind() -> None:

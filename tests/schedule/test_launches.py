@@ -192,7 +192,7 @@ def put_off(device: Schedule, source: random.Random, often: float) -> Schedule:
     return dataclasses.replace(device, launch_order=tuple(order))
 
 
-@examples(30, 200, SMALL, st.integers(0, 1 << 16))
+@examples(30, 100, SMALL, st.integers(0, 1 << 16))
 def test_check_accepts_a_launch_order_if_and_only_if_no_wait_of_hosts_hangs(
     drawn: tuple[Schedule, Costs], seed: int
 ) -> None:
@@ -207,7 +207,7 @@ def test_check_accepts_a_launch_order_if_and_only_if_no_wait_of_hosts_hangs(
         assert any(launched_in_one_order(device)) == hang
 
 
-@examples(30, 2000, SMALL, st.integers(0, 1 << 16))
+@examples(30, 500, SMALL, st.integers(0, 1 << 16))
 def test_what_check_accepts_is_launched_soundly(drawn: tuple[Schedule, Costs], seed: int) -> None:
     holds(*drawn, seed)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pipetrain.schedule.check import check
-from pipetrain.schedule.csv_file import write_csv
 from pipetrain.schedule.families import Shape
 from pipetrain.schedule.make import make_schedule, with_first_backward
 from pipetrain.schedule.op import Kind, Lane, Op
@@ -48,14 +45,6 @@ def test_it_is_the_schedule_made_for_those_stages(mode: str) -> None:
         for first_backward in range(5):
             wanted = made(name, recompute=policy, transport_ahead=1, first_backward=first_backward)
             assert with_first_backward(given, first_backward) == wanted
-
-
-def test_a_file_by_its_path(tmp_path: Path) -> None:
-    given = made("1f1b", recompute="early")
-    path = tmp_path / "mine.csv"
-    path.write_text(write_csv(given))
-    read = make_schedule(path, num_stages=4, num_microbatches=5, recompute="early")
-    assert (read.family, read.lanes, read.waits, read.kept) == (str(path), given.lanes, given.waits, given.kept)
 
 
 def test_a_backward_that_a_schedule_lacks_is_not_made_up() -> None:

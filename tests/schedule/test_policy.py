@@ -13,13 +13,11 @@ from pipetrain.schedule.policy import Keep, Outputs, RecomputePolicy
         ({"sets": 0}, ["recompute.sets=0", "1 or more"]),
         ({"sets": [2, 0]}, ["recompute.sets=[2, 0]", "1 or more"]),
         ({"sets": []}, ["recompute.sets=[]", "one per stage"]),
-        ({"sets": 1.5}, ["recompute.sets=1.5", "whole number"]),
         ({"sets": True}, ["recompute.sets=True", "whole number"]),
         ({"sets": "2"}, ["recompute.sets='2'", "whole number"]),
         ({"stash": 0}, ["recompute.stash=0", "1 or more"]),
         ({"keep": 2}, ["recompute.keep=2", "none and auto", "recompute.sets=3"]),
         ({"keep": "atuo"}, ["recompute.keep='atuo'", "did you mean 'auto'"]),
-        ({"mode": "inlin"}, ["recompute.mode='inlin'", "did you mean 'inline'"]),
     ],
 )
 def test_refused(fields: dict[str, Any], words: list[str]) -> None:
@@ -29,15 +27,9 @@ def test_refused(fields: dict[str, Any], words: list[str]) -> None:
 
 
 def test_sets_are_kept_where_there_is_more_than_one_place() -> None:
-    asked: list[dict[str, Any]] = [
-        {},
-        {"sets": 2},
-        {"sets": (1, 2)},
-        {"sets": (1, 1)},
-        {"keep": "auto"},
-        {"sets": 2, "keep": "none"},
-    ]
-    assert [RecomputePolicy(**fields).keeps for fields in asked] == [False, True, True, False, True, False]
+    keeping: list[dict[str, Any]] = [{"sets": 2}, {"sets": (1, 2)}, {"keep": "auto"}]
+    others: list[dict[str, Any]] = [{}, {"sets": (1, 1)}, {"sets": 2, "keep": "none"}]
+    assert [RecomputePolicy(**fields).keeps for fields in (*keeping, *others)] == [True] * 3 + [False] * 3
 
 
 def test_a_list_is_held_as_a_tuple() -> None:

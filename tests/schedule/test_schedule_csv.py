@@ -20,15 +20,36 @@ from pipetrain.schedule.recompute import AllKept
 FAMILIES = [("gpipe", 4), ("1f1b", 4), ("interleaved", 2)]
 
 
+# What is asked for beside a family: all of it comes back from its file.
+BESIDE = {
+    "plain": {},
+    "halves": {"split_backward": True},
+    "parts": {"segments": 2},
+    "sums": {"tied": [(0, 3)], "num_replicas": 2},
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("mode", ["never", "inline", "early", "overlap"])
-@pytest.mark.parametrize(("family", "ranks"), FAMILIES)
-def test_there_and_back(family: str, ranks: int, mode: str, tmp_path: Path) -> None:
-    numbers = {"num_stages": 4, "num_ranks": ranks, "num_microbatches": 6, "recompute": RecomputePolicy(mode, sets=2)}
-    schedule = make_schedule(family, **numbers)
+@pytest.mark.parametrize(("family", "ranks"), [*FAMILIES, ("zb-h1", 4)])
+def test_there_and_back(family: str, ranks: int, mode: str, beside: str, tmp_path: Path) -> None:
+    """A file has the compute lane: its messages and sums are made when it is read."""
+    numbers = {"num_stages": 4, "num_ranks": ranks, "num_microbatches": 6, **BESIDE[beside]}
+    split_backward, segments = numbers.pop("split_backward", False), numbers.pop("segments", 1)
+    if family == "zb-h1" and beside in ("halves", "parts"):
+        return
+    numbers["recompute"] = RecomputePolicy(mode, sets=2, segments=segments)
+    schedule = make_schedule(family, **numbers, split_backward=split_backward)
     path = tmp_path / "mine.csv"
     path.write_text(write_csv(schedule))
+    assert "REDUCE" not in path.read_text()
     assert size_of_csv(path) == (4, ranks, 6)
-    assert dataclasses.replace(make_schedule(str(path), **numbers), family=family) == schedule
+    assert dataclasses.replace(make_schedule(path, **numbers), family=family) == schedule
+    if split_backward:
+        with pytest.raises(
+            ValueError, match=r"mine\.csv says itself where I and W are; leave out pipeline\.split_back"
+        ):
+            make_schedule(path, **numbers, split_backward=True)
 
 
 def test_a_file_without_r_leaves_recomputation_to_the_policy(tmp_path: Path) -> None:
@@ -36,13 +57,10 @@ def test_a_file_without_r_leaves_recomputation_to_the_policy(tmp_path: Path) -> 
     path.write_text(write_csv(make_schedule("1f1b", num_stages=3, num_microbatches=4, recompute="never")))
     assert "R" not in path.read_text()
     for mode in ("inline", "overlap"):
-        ours = make_schedule("1f1b", num_stages=3, num_microbatches=4, recompute=mode)
-        assert (
-            dataclasses.replace(
-                make_schedule(str(path), num_stages=3, num_microbatches=4, recompute=mode), family="1f1b"
-            )
-            == ours
-        )
+        for split_backward in (False, True):
+            how = {"num_stages": 3, "num_microbatches": 4, "recompute": mode, "split_backward": split_backward}
+            ours, theirs = make_schedule("1f1b", **how), make_schedule(str(path), **how)
+            assert dataclasses.replace(theirs, family="1f1b") == ours
 
 
 def test_a_file_with_r_says_which_sets_are_kept(tmp_path: Path) -> None:
@@ -81,10 +99,12 @@ def test_a_generator_or_a_file_may_say_that_all_sets_are_kept(mode: str, tmp_pat
 
 
 def test_keeping_all_stays_within_the_policy() -> None:
-    with pytest.raises(
-        ScheduleError, match=r"stage 0 can have 4 sets alive at once, but only 1 activation slot; use recompute.sets=4"
-    ):
-        check(make_schedule(keeping_all, num_stages=3, num_microbatches=4))
+    for split_backward in (False, True):
+        made = make_schedule(keeping_all, num_stages=3, num_microbatches=4, split_backward=split_backward)
+        with pytest.raises(
+            ScheduleError, match=r"stage 0 can have 4 sets alive at once, but only 1 activation slot; use"
+        ):
+            check(made)
     frozen = make_schedule(keeping_all, num_stages=3, num_microbatches=2, first_backward=2)
     check(frozen)
     assert frozen.kept == {(2, 0), (2, 1)}
@@ -138,6 +158,16 @@ BAD = {
     "twice": (GOOD.replace("1F1", "1F0"), "line 2, cell 3: 1F0 stands in this line twice"),
     "truncated line": (GOOD[:-5], "line 2, cell 3: the line ends without 1B1"),
     "truncated cell": (GOOD[:-2], "line 2, cell 4: '1B' is no op of a schedule file"),
+    "w without i": (
+        GOOD.replace("1B1", "1W1"),
+        "line 2, cell 4: 1W1 stands without 1I1; allowed are B, or I and W after it",
+    ),
+    "i without w": (
+        GOOD.replace("1B1", "1I1"),
+        "line 2, cell 4: 1I1 stands without 1W1; allowed are B, or I and W after it",
+    ),
+    "w and b": (GOOD.replace("1B1", "1I1,1B1"), "1I1 is extra to 1B1; allowed are B, or I and W, not both"),
+    "w first": (GOOD.replace("1B1", "1W1,1I1"), "line 2, cell 4: 1W1 stands before 1I1, whose other half it is"),
     "too few lines": (GOOD.splitlines()[0], "has 1 lines of ops; allowed is one per rank, which makes 2"),
     "keep and r": (
         "keep\n" + GOOD.replace("0B1", "0R1,0B1"),

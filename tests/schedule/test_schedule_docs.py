@@ -57,19 +57,19 @@ def test_the_table_of_time_against_sets_is_that_of_the_picture() -> None:
     assert all(row in in_page for row in rows if row[0].strip("-"))
 
 
-@pytest.mark.quick("inline", "gpipe, 1f1b", "auto", "bound", "auto, split", "bound, split")
-@pytest.mark.parametrize("name", FACTS["seconds"])
-def test_the_frontier_is_what_is_simulated(name: str) -> None:
-    assert FRONTIER.lines()[name](2) == FACTS["seconds"][name]["2"]
+QUICK = ("inline", "gpipe, 1f1b", "auto", "bound", "auto, split", "bound, split")  # with two sets
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FACTS["seconds"])
-def test_the_whole_frontier_is_what_is_simulated(name: str) -> None:
-    seconds = FRONTIER.lines()[name]
-    assert {int(sets): seconds(int(sets)) for sets in FACTS["seconds"][name]} == {
-        int(sets): stored for sets, stored in FACTS["seconds"][name].items()
-    }
+@pytest.mark.parametrize(
+    ("name", "sets"),
+    [
+        *((name, ["2"]) for name in QUICK),
+        *(pytest.param(name, [*FACTS["seconds"][name]], marks=pytest.mark.slow) for name in FACTS["seconds"]),
+    ],
+    ids=str,
+)
+def test_the_frontier_is_what_is_simulated(name: str, sets: list[str]) -> None:
+    assert [FRONTIER.lines()[name](int(one)) for one in sets] == [FACTS["seconds"][name][one] for one in sets]
 
 
 DRAWN = re.findall(r"^    pipetrain (show .+)\n\n((?:    (?!pipetrain).*\n|\n)+)", SCALING, re.MULTILINE)

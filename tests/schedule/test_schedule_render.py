@@ -14,6 +14,7 @@ from pipetrain.monitor.breakdown import break_down
 from pipetrain.monitor.draw.page import html, ranks_table, schedules_table
 from pipetrain.monitor.draw.palette import LOOKS, drawn_kinds, looks_of
 from pipetrain.monitor.draw.svg import svg
+from pipetrain.monitor.draw.table import Table, number
 from pipetrain.monitor.draw.terminal import legend, staircase
 from pipetrain.monitor.shown import Shown, chrome_trace
 from pipetrain.schedule.costs import Costs
@@ -43,14 +44,6 @@ def test_the_terminal_picture_is_never_too_wide(width: int, stages: int, microba
         lines = COLOUR.sub("", staircase(timeline, width=width, colour=colour)).splitlines()
         assert len(lines) == stages
         assert max(map(len, lines)) <= width
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_every_op_is_named_where_there_is_room(width: int) -> None:
-    text = staircase(show(num_stages=3, num_microbatches=4).timeline, width=width)
-    for name in [f"{kind}{i}" for kind in "FB" for i in range(4)]:
-        assert text.count(name) == 3
-    assert text.count("R0") == 2
 
 
 def test_colours_are_only_there_when_asked() -> None:
@@ -170,3 +163,33 @@ def test_tables() -> None:
         "gpipe, inline: 4 stages x 8 microbatches       40       38   25.0%           0           24          1"
     )
     assert len(ranks_table(SHOWN.breakdown).as_text().splitlines()) == 5
+
+
+TABLE = Table(("name", "s", "word"), [("a<b", "1.5", "x"), ("c", "10", "longer")], left=frozenset({0, 2}))
+
+
+def test_text_is_in_columns() -> None:
+    assert TABLE.as_text().splitlines() == ["name    s  word", "a<b   1.5  x", "c      10  longer"]
+    assert TABLE.as_text(ruled=True).splitlines()[1] == "----  ---  ------"
+
+
+def test_markdown_says_which_columns_stand_to_the_right() -> None:
+    assert TABLE.as_markdown().splitlines() == [
+        "| name |   s | word   |",
+        "|------|----:|--------|",
+        "| a<b  | 1.5 | x      |",
+        "| c    |  10 | longer |",
+    ]
+
+
+def test_html_is_escaped() -> None:
+    assert '<td class="left">a&lt;b</td><td>1.5</td><td class="left">x</td>' in TABLE.as_html()
+
+
+def test_a_row_that_is_too_short_is_refused() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        Table(("a", "b"), [("1",)]).as_text()
+
+
+def test_a_number_that_is_not_known_is_a_dash() -> None:
+    assert (number(None), number(0.123456), number(2.0, "{:.1f} s")) == ("-", "0.1235", "2.0 s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -17,21 +18,11 @@ Slowness = Callable[[int, int, Kind], float]  # of step, rank and kind
 
 
 def timeline(step: int, num_ranks: int, slowness: Slowness) -> Timeline:
-    events = []
-    for rank in range(num_ranks):
-        for microbatch in range(4):
-            for kind, seconds in SECONDS.items():
-                start = float(10 * microbatch)
-                events.append(
-                    OpEvent(
-                        rank,
-                        Lane.COMPUTE,
-                        Op(rank, kind, microbatch),
-                        start,
-                        start + seconds * slowness(step, rank, kind),
-                    )
-                )
-    return Timeline(num_ranks, tuple(events))
+    def event(rank: int, microbatch: int, kind: Kind) -> OpEvent:
+        start, seconds = 10.0 * microbatch, SECONDS[kind] * slowness(step, rank, kind)
+        return OpEvent(rank, Lane.COMPUTE, Op(rank, kind, microbatch), start, start + seconds)
+
+    return Timeline(num_ranks, tuple(itertools.starmap(event, itertools.product(range(num_ranks), range(4), SECONDS))))
 
 
 def watched(

@@ -3,10 +3,12 @@
 import dataclasses
 import itertools
 import math
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from shows import show
-from work import calls_per_op
 
 from pipetrain.schedule.alive import peak_stash
 from pipetrain.schedule.bound import bound, bound_of
@@ -126,12 +128,8 @@ def test_a_slow_link_delays_every_microbatch() -> None:
 
 def test_receives_just_in_time_pay_the_hop_on_every_microbatch() -> None:
     costs = Costs.spread(3, hop=0.5)
-    ahead, late = (
-        simulate(
-            make_schedule(num_stages=3, num_microbatches=8, recompute="never", transport_ahead=n), costs
-        ).step_seconds
-        for n in (2, 0)
-    )
+    wanted = {"num_stages": 3, "num_microbatches": 8, "recompute": "never"}
+    ahead, late = (simulate(make_schedule(**wanted, transport_ahead=n), costs).step_seconds for n in (2, 0))
     assert ahead == (8 + 2) * 3 + 2 * 2 * 0.5
     assert late >= ahead + 7 * 0.5
 
@@ -198,13 +196,25 @@ def test_a_deadlock_says_who_waits_for_what() -> None:
     assert "2B0, which waits for 2F0, which cannot run" in str(error.value)
 
 
-def test_work_of_a_simulation_grows_with_the_ops() -> None:
-    """Its seconds are measured by `pipetrain bench cost`."""
-    small, large = (
-        calls_per_op(schedule, lambda schedule: simulate(schedule, Costs.spread(schedule.num_stages)))
-        for schedule in (
-            make_schedule(num_stages=4, num_microbatches=16),
-            make_schedule(num_stages=16, num_microbatches=128),
-        )
-    )
-    assert large < 1.05 * small
+def calls_per_op(function: Callable[[Schedule], Any], stages: int, microbatches: int) -> float:
+    """Calls, those of builtins too, that `function` makes per op of all lanes. Seconds would be those of the machine."""
+    schedule = make_schedule(num_stages=stages, num_microbatches=microbatches)
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        function(schedule)
+    finally:
+        sys.setprofile(before)
+    return calls / sum(1 for _ in schedule.ops())
+
+
+@pytest.mark.parametrize("function", [check, lambda schedule: simulate(schedule, Costs.spread(schedule.num_stages))])
+def test_work_grows_with_the_ops(function: Callable[[Schedule], Any]) -> None:
+    """Of a check and of a simulation. Their seconds are measured by `pipetrain bench cost`."""
+    assert calls_per_op(function, 16, 128) < 1.05 * calls_per_op(function, 4, 16)

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from spelled import lane, waits
+from spelled import lane, ops, waits
 
 from pipetrain.schedule.alive import peak_sets
 from pipetrain.schedule.check import ScheduleError, check
@@ -16,9 +16,7 @@ from pipetrain.schedule.policy import RecomputePolicy
 def test_overlap() -> None:
     schedule = make_schedule(num_stages=3, num_microbatches=4)
     assert lane(schedule, 1, Lane.RECOMPUTE) == "1R0 1R1 1R2 1R3"
-    assert lane(schedule, 1, Lane.SEND) == " ".join(
-        [f"1SEND_F{i}" for i in range(4)] + [f"1SEND_B{i}" for i in range(4)]
-    )
+    assert lane(schedule, 1, Lane.SEND) == " ".join(f"1SEND_{way}{i}" for way in "FB" for i in range(4))
     assert waits(schedule, "1F2") == {"1RECV_F2"}
     assert waits(schedule, "1R0") == {"1F0"}
     assert waits(schedule, "1R2") == {"1F2", "1B1"}
@@ -115,12 +113,7 @@ def test_r_waits_beside_a_kept_set_of_later() -> None:
     """Microbatch 2 is kept beside R0's set, so that R1 finds a place after B0; with one place there is none for R0 either."""
 
     def order(_: Shape) -> list[list[Op]]:
-        return [
-            [
-                Op(0, Kind(spelling[0]), int(spelling[1]))
-                for spelling in ["F0", "F1", "F2", "R0", "B0", "R1", "B1", "B2"]
-            ]
-        ]
+        return [[*ops("0F0 0F1 0F2 0R0 0B0 0R1 0B1 0B2")]]
 
     policy = RecomputePolicy(sets=2, last_stage="always")  # type: ignore[arg-type]
     schedule = make_schedule(order, num_stages=1, num_microbatches=3, recompute=policy)
