@@ -6,8 +6,6 @@ import copy
 
 import pytest
 from beside_the_loop import EVERY_MODE, batch, check, mean_square
-from parity_cases import Case, check_case
-from ranks import run_ranks
 from torch import Tensor, nn
 
 from pipetrain.runtime.pipeline import Pipeline
@@ -40,16 +38,6 @@ def test_stage_whose_output_needs_no_gradient(recompute: RecomputePolicy, balanc
     check(chosen, recompute=recompute, stages=len(balance), balance=balance)
     layers = [nn.Linear(4, 4), Detached(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
     check(lambda: copy.deepcopy(layers), recompute=recompute, stages=len(balance), balance=balance)
-
-
-def step_with_a_choice() -> None:
-    for mode in ("overlap", "inline", "never"):
-        options = {"num_microbatches": 3, "balance": [2, 2], "recompute": mode}
-        check_case(Case(mode, chosen, lambda: [batch()] * 2, mean_square, options=options))
-
-
-def test_stage_whose_output_needs_no_gradient_on_a_rank_of_its_own() -> None:
-    run_ranks(2, step_with_a_choice)
 
 
 @EVERY_MODE
