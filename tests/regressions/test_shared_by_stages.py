@@ -9,21 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from beside_the_loop import ALWAYS, KEPT_WARNINGS, batch, mean_square
+from beside_the_loop import ALWAYS, KEPT_WARNINGS, batch, mean_square, refused
 from torch import Tensor, nn
 
 from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.runtime.reference import reference_step
 
 
-def refused_in_step(message: str, layers: Sequence[nn.Module], loss: Any = mean_square, **options: Any) -> None:
+def refused_in_step(message: str, layers: Sequence[nn.Module], loss: Any = mean_square) -> None:
     """A step of it is refused with such a message, whether sets are recomputed or kept."""
     for mode in (ALWAYS, "never"):
-        with (
-            pytest.raises(ValueError, match=message),
-            Pipeline(layers, loss, num_microbatches=3, recompute=mode, **{**TWO_STAGES, **options}) as pipeline,
-        ):
-            pipeline.step(*batch())
+        refused(ValueError, message, layers, loss, recompute=mode, **TWO_STAGES)
 
 
 TWO_STAGES: dict[str, Any] = {"num_stages": 2, "stages_per_rank": 2, "schedule": "interleaved"}
