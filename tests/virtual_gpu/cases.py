@@ -216,15 +216,11 @@ def differences(case: Case, played: Played) -> list[str]:
     wanted = dict(nn.Sequential(*layers).named_parameters())
     for rank, gradients in enumerate(played.gradients):
         for name, gradient in gradients.items():
-            expected = wanted[name].grad
-            is_same = gradient is expected is None or (
-                gradient is not None and expected is not None and same(gradient, expected)
-            )
-            if not is_same:
+            expected, first = wanted[name].grad, played.gradients[rank % case.ranks][name]
+            if (gradient is None) != (expected is None) or (
+                gradient is not None and expected is not None and not same(gradient, expected)
+            ):
                 found.append(f"rank {rank}: the gradient of {name} differs")
-    for rank, gradients in enumerate(played.gradients):
-        for name, gradient in gradients.items():
-            first = played.gradients[rank % case.ranks][name]
             if gradient is not None and first is not None and not torch.equal(gradient, first):
                 found.append(f"rank {rank}: the gradient of {name} is not that of replica 0")
     if (
@@ -357,28 +353,20 @@ def trees(output: Tensor) -> dict[str, Any]:
 
 
 class Unread(nn.Module):
-    """Gives two tensors, of which the next one reads one alone: no gradient of the other comes back."""
+    """Gives two tensors, of which the next one reads one alone: no gradient of the other comes back. The last one gives one."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_last: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
+        self._is_last = is_last
 
-    def forward(self, value: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, value: Any) -> Any:
         output = torch.tanh(self.linear(value if isinstance(value, Tensor) else value[0]))
-        return output, output * 2
-
-
-class First(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, value: Any) -> Tensor:
-        return self.linear(value if isinstance(value, Tensor) else value[0])
+        return output if self._is_last else (output, output * 2)
 
 
 def missing_gradients(num_stages: int) -> list[nn.Module]:
-    return [*(Unread() for _ in range(num_stages - 1)), First()]
+    return [Unread(is_last=number == num_stages - 1) for number in range(num_stages)]
 
 
 def batch_norm(num_stages: int) -> list[nn.Module]:

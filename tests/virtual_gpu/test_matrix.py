@@ -74,26 +74,26 @@ ORDERS = (
     Case("zb-h1", ranks=3, microbatches=6),
     Case("zbv", stages_per_rank=2, placement="v", microbatches=6),
 )
-THREE = Case("1f1b", ranks=3)
-SIX = Case("gpipe", ranks=3, microbatches=6)
+THREE_RANKS = Case("1f1b", ranks=3)
+SIX_MICROBATCHES = Case("gpipe", ranks=3, microbatches=6)
 ZBV = Case("zbv", stages_per_rank=2, placement="v")
 AUTO = Case("auto", ranks=3, microbatches=6)
-TIED = replace(THREE, layers=cases.tied)
-TWICE = Case("1f1b", replicas=2)
+TIED = replace(THREE_RANKS, layers=cases.tied)
+TWO_REPLICAS = Case("1f1b", replicas=2)
 NO_KEEP = Case("gpipe", microbatches=6, keep="none")
-SELECTIVE = replace(THREE, selective="matmul")
+SELECTIVE = replace(THREE_RANKS, selective="matmul")
 INTERLEAVED = Case("interleaved", stages_per_rank=2)
 OFFLOADED = replace(INTERLEAVED, sets=2, microbatches=6, offload="always")
 # Of a step with offload: a schedule, a mode, ranks, and which of them is slow.
 STEPS = (("gpipe", "overlap", 3, None), ("1f1b", "early", 2, 1), ("zb-h1", "inline", 3, 0), ("auto", "overlap", 3, 2))
-OFFLOADED_LAYERS = (*STATEFUL, cases.frozen_below, BRIDGES[1], cases.handed_through)
+OFFLOADED_LAYERS = (*STATEFUL, cases.frozen_below, cases.bridges(cases.chunks), cases.handed_through)
 SLOW = [
     *(replace(order, mode=mode, sets=sets) for order, mode, sets in rows(ORDERS, MODES, (1, 2, 3))),
     *(replace(INTERLEAVED, sets=2, layers=layers) for layers in MODELS),
-    *(replace(THREE, schedule="gpipe", layers=layers) for layers in MODELS[::2]),
-    *(replace(THREE, layers=layers) for layers in MODELS[1::2]),
+    *(replace(THREE_RANKS, schedule="gpipe", layers=layers) for layers in MODELS[::2]),
+    *(replace(THREE_RANKS, layers=layers) for layers in MODELS[1::2]),
     *(
-        replace(THREE, mode=mode, sets=sets, layers=layers, segments=segments)
+        replace(THREE_RANKS, mode=mode, sets=sets, layers=layers, segments=segments)
         for mode, (sets, segments), layers in rows(MODES[1:], ((None, 2), (1, 3), (1.5, 2)), (*STATEFUL, TREES))
     ),
     *(
@@ -101,7 +101,7 @@ SLOW = [
         for (schedule, mode, ranks, slow), offload, layers in rows(STEPS, ("auto", "always"), OFFLOADED_LAYERS)
     ),
     *(
-        replace(SIX, schedule=schedule, mode=mode, sets=sets, layers=layers, segments=2, offload=offload)
+        replace(SIX_MICROBATCHES, schedule=schedule, mode=mode, sets=sets, layers=layers, segments=2, offload=offload)
         for (schedule, mode, sets), offload, layers in rows(
             (("gpipe", "overlap", 2), ("1f1b", "early", 1), ("gpipe", "inline", 1)), ("auto", "always"), STATEFUL
         )
@@ -119,14 +119,14 @@ SLOW = [
     replace(TIED, schedule="gpipe", slow=1, saves=True),
     replace(TIED, schedule="zb-h1"),
     *(replace(order, layers=cases.tied) for order in (ZBV, AUTO, ORDERS[1])),
-    replace(TWICE, schedule="gpipe", layers=cases.missing_gradients, also=cases.clips),
-    replace(TWICE, mode="inline", layers=cases.batch_norm, also=cases.evaluates),
-    replace(TWICE, mode="never", layers=cases.frozen_below, also=cases.accumulates),
-    replace(TWICE, ranks=3, slow=4, segments=3),
-    replace(TWICE, schedule="zb-h1", saves=True),
-    replace(TWICE, schedule="auto", segments=2),
+    replace(TWO_REPLICAS, schedule="gpipe", layers=cases.missing_gradients, also=cases.clips),
+    replace(TWO_REPLICAS, mode="inline", layers=cases.batch_norm, also=cases.evaluates),
+    replace(TWO_REPLICAS, mode="never", layers=cases.frozen_below, also=cases.accumulates),
+    replace(TWO_REPLICAS, ranks=3, slow=4, segments=3),
+    replace(TWO_REPLICAS, schedule="zb-h1", saves=True),
+    replace(TWO_REPLICAS, schedule="auto", segments=2),
     replace(INTERLEAVED, sets=1.5, segments=2),
-    replace(SIX, microbatches=4, segments=3, last_stage="always"),
+    Case("gpipe", ranks=3, segments=3, last_stage="always"),
     replace(AUTO, sets=1.5, segments=2),
     *(replace(AUTO, mode=mode) for mode in MODES),
     Case("1f1b", segments=2, layers=cases.batch_norm, also=cases.changes),
@@ -141,12 +141,15 @@ SLOW = [
     *(replace(NO_KEEP, sets=sets, stages_per_rank=per_rank) for sets, per_rank in ((2, 1), (3, 2))),
     replace(NO_KEEP, schedule="1f1b", sets=3),
     *(replace(NO_KEEP, schedule="interleaved", sets=s, stages_per_rank=n) for s, n in ((3, 2), (2, 3))),
-    *(replace(SIX, schedule=schedule, ahead=ahead) for schedule, ahead in (("gpipe", 0), ("1f1b", 4), ("zb-h1", 1))),
+    *(
+        replace(SIX_MICROBATCHES, schedule=schedule, ahead=ahead)
+        for schedule, ahead in (("gpipe", 0), ("1f1b", 4), ("zb-h1", 1))
+    ),
     *(replace(ZBV, layers=layers) for layers in (cases.batch_norm, cases.dropout, cases.missing_gradients)),
     Case("1f1b", saves=True),
-    *(replace(THREE, slow=slow) for slow in (1, 2)),
-    replace(THREE, last_stage="always"),
-    replace(THREE, communicators="pair"),
+    *(replace(THREE_RANKS, slow=slow) for slow in (1, 2)),
+    replace(THREE_RANKS, last_stage="always"),
+    replace(THREE_RANKS, communicators="pair"),
     Case("gpipe", stages_per_rank=3, communicators="pair"),
     Case("1f1b", ranks=4, microbatches=8, sets=2),
 ]
