@@ -54,6 +54,20 @@ def check(
         check_case(case)
 
 
+def refused(
+    error: type[Exception],
+    message: str,
+    layers: Sequence[nn.Module],
+    loss: Any = mean_square,
+    given: tuple[Any, Any] | None = None,
+    **options: Any,
+) -> None:
+    """A step of it ends with such an error."""
+    options = {"num_microbatches": 3, "recompute": ALWAYS, **options}
+    with Pipeline(layers, loss, **options) as pipeline, pytest.raises(error, match=message):
+        pipeline.step(*(given or batch()))
+
+
 EVERY_MODE = pytest.mark.parametrize("recompute", [NEVER, ALWAYS, UNPROVED], ids=["never", "always", "unproved"])
 
 

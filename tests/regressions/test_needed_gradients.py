@@ -5,12 +5,9 @@ from __future__ import annotations
 import copy
 
 import pytest
-from beside_the_loop import EVERY_MODE, batch, check, mean_square
-from parity_cases import Case, check_case
-from ranks import run_ranks
+from beside_the_loop import EVERY_MODE, check, refused
 from torch import Tensor, nn
 
-from pipetrain.runtime.pipeline import Pipeline
 from pipetrain.schedule.policy import RecomputePolicy
 
 
@@ -42,20 +39,9 @@ def test_stage_whose_output_needs_no_gradient(recompute: RecomputePolicy, balanc
     check(lambda: copy.deepcopy(layers), recompute=recompute, stages=len(balance), balance=balance)
 
 
-def step_with_a_choice() -> None:
-    for mode in ("overlap", "inline", "never"):
-        options = {"num_microbatches": 3, "balance": [2, 2], "recompute": mode}
-        check_case(Case(mode, chosen, lambda: [batch()] * 2, mean_square, options=options))
-
-
-def test_stage_whose_output_needs_no_gradient_on_a_rank_of_its_own() -> None:
-    run_ranks(2, step_with_a_choice)
-
-
 @EVERY_MODE
 def test_loss_that_needs_no_gradient(recompute: RecomputePolicy) -> None:
     """Symptom: `KeyError: 0`. Cause: as above, for the loss; the plain loop refuses it, too."""
     layers = [nn.Linear(4, 4), Detached(4, 4)]
-    pipeline = Pipeline(layers, mean_square, num_microbatches=3, num_stages=2, stages_per_rank=2, recompute=recompute)
-    with pytest.raises(ValueError, match=r"loss_fn returned a loss that needs no gradient, although .*detach\(\)"):
-        pipeline.step(*batch())
+    message = r"loss_fn returned a loss that needs no gradient, although .*detach\(\)"
+    refused(ValueError, message, layers, num_stages=2, stages_per_rank=2, recompute=recompute)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from beside_the_loop import ALWAYS, mean_square
+from beside_the_loop import ALWAYS, mean_square, refused
 from over_a_cut import MODES, THREE_OVER_A_CUT, Then, only
 from parity_cases import Case, check_case, rows, run_cases
 from ranks import NEVER_SECONDS, run_ranks
@@ -304,8 +304,6 @@ def test_what_cannot_cross_a_cut_is_named(name: str) -> None:
     """
     make, message = REFUSED[name]
     for mode in ("never", ALWAYS):
-        pipeline = Pipeline(
-            [Then(lambda x, y: make(y)), nn.Linear(8, 8)], mean_square, recompute=mode, **THREE_OVER_A_CUT
-        )
-        with pytest.raises(TypeError, match=r"layer 0 \(Then\), the last of stage 0, returned .*" + message):
-            pipeline.step(*rows(8)[0])
+        layers = [Then(lambda x, y: make(y)), nn.Linear(8, 8)]
+        told = r"layer 0 \(Then\), the last of stage 0, returned .*" + message
+        refused(TypeError, told, layers, given=rows(8)[0], recompute=mode, **THREE_OVER_A_CUT)

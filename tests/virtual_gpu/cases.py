@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,6 @@ def nothing(pipeline: Pipeline, batch: Any) -> None:
     """Nothing is called besides step."""
 
 
-_USUAL = (plain, nothing, nullcontext)
-
-
 @dataclass(frozen=True)
 class Case:
     """`ranks` are those of each of the `replicas`; `slow` is a rank that comes later than the others; `also` is called on each rank after a step."""
@@ -79,18 +76,10 @@ class Case:
 
     def __str__(self) -> str:
         words = [self.schedule, self.mode, f"sets{self.sets}", f"{self.ranks}x{self.stages_per_rank}", self.placement]
-        words += [part.__name__ for part in (self.layers, self.also, self.autocast) if part not in _USUAL]
-        words += (
-            ["saves"] * self.saves
-            + [self.communicators] * (self.communicators != "edge")
-            + [f"keep-{self.keep}"] * (self.keep is not None)
-            + [f"ahead{self.ahead}"] * (self.ahead != 2)
-            + [f"selective-{self.selective}"] * (self.selective is not None)
-            + [f"segments{self.segments}"] * (self.segments != 1)
-            + [f"offload-{self.offload}"] * (self.offload != "none")
-            + [f"replicas{self.replicas}"] * (self.replicas != 1)
-            + ([] if self.slow is None else [f"slow{self.slow}"])
-        )
+        for one in fields(self)[6:]:
+            value = getattr(self, one.name)
+            if value != one.default:
+                words.append(getattr(value, "__name__", f"{one.name}{value}"))
         return "-".join(words)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
@@ -227,15 +216,11 @@ def differences(case: Case, played: Played) -> list[str]:
     wanted = dict(nn.Sequential(*layers).named_parameters())
     for rank, gradients in enumerate(played.gradients):
         for name, gradient in gradients.items():
-            expected = wanted[name].grad
-            is_same = gradient is expected is None or (
-                gradient is not None and expected is not None and same(gradient, expected)
-            )
-            if not is_same:
+            expected, first = wanted[name].grad, played.gradients[rank % case.ranks][name]
+            if (gradient is None) != (expected is None) or (
+                gradient is not None and expected is not None and not same(gradient, expected)
+            ):
                 found.append(f"rank {rank}: the gradient of {name} differs")
-    for rank, gradients in enumerate(played.gradients):
-        for name, gradient in gradients.items():
-            first = played.gradients[rank % case.ranks][name]
             if gradient is not None and first is not None and not torch.equal(gradient, first):
                 found.append(f"rank {rank}: the gradient of {name} is not that of replica 0")
     if (
@@ -307,7 +292,7 @@ def infers(pipeline: Pipeline, batch: Any) -> None:
 class Bridge(nn.Module):
     """Gives what `give` makes of its output, and takes what another one gave."""
 
-    def __init__(self, give: Callable[[Tensor], Any], width: int = WIDTH) -> None:
+    def __init__(self, give: Callable[[Tensor], Any], width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, width)
         self._give = give
@@ -324,11 +309,12 @@ def _tensor_of(value: Any) -> Tensor:
     )
 
 
-def bridges(give: Callable[[Tensor], Any], width: int = WIDTH) -> Layers:
-    """All stages but the last give what `give` makes."""
+def bridges(give: Callable[[Tensor], Any]) -> Layers:
+    """All stages but the last give what `give` makes; of twice as much where that is half of it."""
+    width = 2 * WIDTH if give in (gaps, chunks) else WIDTH
 
     def layers(num_stages: int) -> list[nn.Module]:
-        return [*(Bridge(give, width) for _ in range(num_stages - 1)), Bridge(lambda output: output)]
+        return [*(Bridge(give, width) for _ in range(num_stages - 1)), Bridge(lambda output: output, WIDTH)]
 
     layers.__name__ = give.__name__
     return layers
@@ -367,28 +353,20 @@ def trees(output: Tensor) -> dict[str, Any]:
 
 
 class Unread(nn.Module):
-    """Gives two tensors, of which the next one reads one alone: no gradient of the other comes back."""
+    """Gives two tensors, of which the next one reads one alone: no gradient of the other comes back. The last one gives one."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_last: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
+        self._is_last = is_last
 
-    def forward(self, value: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, value: Any) -> Any:
         output = torch.tanh(self.linear(value if isinstance(value, Tensor) else value[0]))
-        return output, output * 2
-
-
-class First(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, value: Any) -> Tensor:
-        return self.linear(value if isinstance(value, Tensor) else value[0])
+        return output if self._is_last else (output, output * 2)
 
 
 def missing_gradients(num_stages: int) -> list[nn.Module]:
-    return [*(Unread() for _ in range(num_stages - 1)), First()]
+    return [Unread(is_last=number == num_stages - 1) for number in range(num_stages)]
 
 
 def batch_norm(num_stages: int) -> list[nn.Module]:

@@ -35,7 +35,7 @@ CASES = (
     Case("1f1b", "inline"),
     Case("gpipe", ranks=3, also=steps_and_evaluates),
     Case("gpipe", ranks=3, also=evaluates_on_two_streams),
-    Case("1f1b", "never", ranks=3, layers=bridges(gaps, 8)),
+    Case("1f1b", "never", ranks=3, layers=bridges(gaps)),
     Case("1f1b", ranks=2, layers=tied),
 )
 # What is said of time and of memory, and not of what is read; or is said already by other waits.

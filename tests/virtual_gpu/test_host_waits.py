@@ -26,7 +26,7 @@ def clips_and_evaluates(pipeline: Pipeline, batch: Any) -> None:
     [
         Case("1f1b", layers=batch_norm, also=clips_and_evaluates),
         Case("gpipe", layers=frozen, autocast=bfloat16, also=clips_and_evaluates),
-        Case("interleaved", stages_per_rank=2, sets=2, layers=bridges(gaps, 8), also=clips_and_evaluates),
+        Case("interleaved", stages_per_rank=2, sets=2, layers=bridges(gaps), also=clips_and_evaluates),
         Case("1f1b", "never", ranks=3, layers=dropout, also=clips_and_evaluates),
     ],
     ids=str,

@@ -12,8 +12,8 @@ from pipetrain.schedule.op import Op
 from virtual_gpu.hangs import find_hangs, find_hangs_of_all, folded
 from virtual_gpu.kernels import Blocks
 from virtual_gpu.races import find_races
-from virtual_gpu.recorded import CallMark, Free, HostWait, Kernel, Launch, RankRecording
-from virtual_gpu.reserved import host_waits, reserved_bytes
+from virtual_gpu.recorded import Free, HostWait, Kernel, RankRecording
+from virtual_gpu.reserved import reserved_bytes
 from virtual_gpu.virtual_device import VirtualDevice, VirtualStream
 from virtual_gpu.virtual_ranks import VirtualRanks
 
@@ -311,32 +311,6 @@ def test_a_block_under_record_stream_does_not_come_back_within_the_call(kept: bo
                 device.keep(value, device.stream())
             del value
     assert reserved_bytes(device.recording) == {"own": expected}
-
-
-def test_waits_of_the_host_are_counted_by_call() -> None:
-    device = VirtualDevice(0)
-    with device.kernels():
-        with device.call("step"):
-            torch.ones(3).sum().item()
-            device.finish(device.current())
-        with device.call("step"):
-            pass
-    assert host_waits(device.recording) == [("step", ["_local_scalar_dense", "finish"]), ("step", [])]
-
-
-def test_calls_and_ops_stand_in_the_recording() -> None:
-    device = VirtualDevice(0)
-    outer, inner = Op.parse("0F0"), Op.parse("0RECV_F0")
-    with device.call("step"), device.launching(outer), device.launching(inner):
-        pass
-    assert device.recording.entries == [
-        CallMark("step", 1, begins=True),
-        Launch(outer, begins=True),
-        Launch(inner, begins=True),
-        Launch(outer, begins=False),
-        Launch(None, begins=False),
-        CallMark("step", 1, begins=False),
-    ]
 
 
 def test_a_storage_that_takes_the_place_of_a_freed_one_is_another_block() -> None:

@@ -16,6 +16,8 @@ from entries import own_boundaries, own_functions, own_state, torch_layers
 from entries.entry import Entry
 
 from pipetrain.monitor.draw.table import Table
+from pipetrain.schedule.families import Shape, generator_of
+from pipetrain.schedule.op import Kind, Op
 from pipetrain.schedule.policy import Mode
 from pipetrain.verify.beside_loop import Found, Trace, Verdict, Way, beside, plain
 
@@ -87,11 +89,31 @@ def _all_of(trials: Sequence[ZooTrial], spread: Sequence[ZooTrial]) -> Iterator[
 
 
 def ways_of(entry: Entry, *, quick: bool = False) -> Iterator[Way]:
-    """Every mode over every number of stages, all stages on one rank; `quick`: over the least, and `overlap` over the most, too."""
+    """Every mode over every number of stages, all stages on one rank; `quick`: `never` and `overlap` over the least, and `overlap`
+    over the most. And with each backward in two halves."""
     for num_stages in entry.stages:
         for mode in Mode:
-            if not quick or num_stages == entry.stages[0] or (mode is Mode.OVERLAP and num_stages == entry.stages[-1]):
+            is_least, is_most = num_stages == entry.stages[0], num_stages == entry.stages[-1]
+            is_quick = (mode is Mode.OVERLAP and (is_least or is_most)) or (mode is Mode.NEVER and is_least)
+            if not quick or is_quick:
                 yield Way(mode.value, num_stages)
+    if not entry.slow:
+        yield Way("overlap", entry.stages[0], schedule=halves, policy={"sets": 2, "keep": "none"})
+
+
+def halves(shape: Shape) -> list[list[Op]]:
+    """GPipe with I in the place of each B, and W behind the I of the next microbatch."""
+    lanes = []
+    for lane in generator_of("gpipe")(shape):
+        halved: list[Op] = []
+        late: dict[int, Op] = {}  # stage -> its W
+        for op in lane:
+            halved.append(op._replace(kind=Kind.I) if op.kind is Kind.B else op)
+            if op.kind is Kind.B:
+                halved += [late.pop(op.stage)] if op.stage in late else []
+                late[op.stage] = op._replace(kind=Kind.W)
+        lanes.append([*halved, *late.values()])
+    return lanes
 
 
 def attempt(trial: ZooTrial) -> Found:

@@ -9,7 +9,7 @@ import apart
 import layer_zoo
 import pytest
 from apart import try_apart
-from layer_zoo import ENTRIES, EntryRow, ZooTrial, entry_named, every_third, run_zoo, ways_of, zoo_table
+from layer_zoo import ENTRIES, EntryRow, ZooTrial, entry_named, every_third, halves, run_zoo, ways_of, zoo_table
 
 from pipetrain.stage.errors import RecomputeMismatch
 from pipetrain.verify.beside_loop import Found, Verdict, Way, differences, is_named, plain, same_tensor
@@ -30,18 +30,18 @@ def unexpected(rows: list[EntryRow]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_ninth_of_the_zoo() -> None:
-    """The slow tests try all of it in the same ways."""
-    rows = run_zoo(every_third()[::3], quick=True)
-    assert all(row.is_expected for row in rows), unexpected(rows)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_the_whole_zoo() -> None:
-    """Every entry in the ways of a quick look; `python tests/zoo/layer_zoo.py` goes all ways."""
+    """Every entry in the ways of a quick look; `python tests/zoo/layer_zoo.py` goes all ways.
+
+    With a backward in two halves, what comes out equal, kept or refused does so, too.
+    """
     rows = run_zoo(quick=True)
     assert all(row.is_expected for row in rows), unexpected(rows)
+    for row in rows:
+        # What the proof of the first step cannot see, the witness may name.
+        allowed = {row.entry.expected} | ({Verdict.REFUSED} if row.entry.is_documented else set())
+        in_halves = [came for way, came in row.found if way.schedule is halves]
+        assert {came.result for came in in_halves} <= allowed, f"{row.entry.name} in halves: {in_halves}"
 
 
 def test_each_entry_is_named_once_and_stands_in_the_frame_of_all_stages() -> None:
@@ -179,12 +179,9 @@ def test_a_rank_that_is_done_stays_for_the_others() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_what_hangs_or_dies_is_named_and_the_rest_goes_on(num_ranks: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_hangs_or_dies_is_named_and_the_rest_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
     subjects = ["ends", "hangs", "hangs", "dies", "ends"]
-    came = list(
-        try_apart(hangs_dies_or_ends, [ZooTrial(name, WAY) for name in subjects], num_ranks=num_ranks, seconds=10)
-    )
+    came = list(try_apart(hangs_dies_or_ends, [ZooTrial(name, WAY) for name in subjects], num_ranks=2, seconds=10))
     assert [trial.subject for trial, _ in came] == subjects
     assert [result.result for _, result in came] == ["equal", "failed", "failed", "failed", "equal"]
     assert [result.detail for _, result in came][1:4] == [

@@ -123,6 +123,6 @@ def little_to_look_through() -> Iterator[None]:
     gc.unfreeze()
 
 
-@examples(40, 2000, drawn_stages())
+@examples(40, 500, drawn_stages())
 def test_random_stages(drawn: Drawn) -> None:
     equal_or_named(drawn)
