@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
+OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars")
 PATIENCE_SECONDS = 60.0
 
 
@@ -35,21 +36,11 @@ class Browser:
     def __init__(self, program: str, profile: str) -> None:
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
-        options = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars")
         # The browser reads commands from its file 3 and answers on its file 4.
         script = f'exec 3<&{to_read} 4>&{to_write}; exec "$@"'
+        options = (*OPTIONS, f"--user-data-dir={profile}", "--remote-debugging-pipe")
         self._process = subprocess.Popen(
-            [
-                "bash",
-                "-c",
-                script,
-                "bash",
-                program,
-                *options,
-                f"--user-data-dir={profile}",
-                "--remote-debugging-pipe",
-                "about:blank",
-            ],
+            ["bash", "-c", script, "bash", program, *options, "about:blank"],
             pass_fds=(to_read, to_write),
             env={**os.environ, "TMPDIR": profile},
             stdout=subprocess.DEVNULL,

@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from commands import Process, children_of, end, torchrun, wait_until  # noqa: E402
+from commands import Process, children_of, end, is_alive, torchrun, wait_until  # noqa: E402
 from resumed import STEPS, assert_same_training, finish, has_reached, num_steps_of, start  # noqa: E402
 from small_text import make_text  # noqa: E402
 
@@ -85,7 +85,10 @@ def one_run(folder: pathlib.Path, num_stages: int, num_kills: int, seed: int, nu
         run.problems.append(f"{type(error).__name__}: {error}")
     finally:
         if process.poll() is None:
-            end(process, seconds=0.1) if not process.stdout.closed else process.kill()
+            for pid in children_of(process.pid):
+                os.kill(pid, signal.SIGKILL)
+            process.kill()
+            process.wait()
     run.problems += [f"process {pid} is left" for pid in seen if is_alive(pid)]
     run.problems += damage_in(path)
     run.seconds = round(time.monotonic() - began, 1)
@@ -132,13 +135,6 @@ def damage_in(path: pathlib.Path) -> list[str]:
         except ValueError as error:
             problems.append(str(error))
     return problems
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in pathlib.Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
 
 
 def summary(runs: list[Run]) -> dict[str, object]:

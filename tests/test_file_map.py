@@ -1,10 +1,13 @@
-"""The table of rooms in docs/ARCHITECTURE.md names every folder of the package and files that are there; each file says what it is about."""
+"""Whoever looks for something finds one thing: rooms are in docs/ARCHITECTURE.md, a file is short and says what it is about, a name is one thing's."""
 
 import ast
-import pathlib
 import re
+from collections import defaultdict
+from pathlib import Path
 
-ROOT = pathlib.Path(__file__).parent.parent
+import size
+
+ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "pipetrain"
 PAGE = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py" or path.read_text())
@@ -29,3 +32,23 @@ def test_files_that_the_page_speaks_of_are_there() -> None:
     assert spoken
     gone = [path for path in spoken if not (PACKAGE / path).exists() and not (ROOT / path).exists()]
     assert [path for path in gone if "NAME" not in path] == []
+
+
+def test_rooms_and_files_keep_within_their_lines() -> None:
+    assert size.over_limits() == []
+
+
+EVERYWHERE = {"main"}  # what `python -m` runs
+OF_A_COMMAND = {"add_arguments", "run"}  # what `cli/main.py` calls in each cli/NAME_command.py
+
+
+def test_no_two_public_classes_or_functions_share_a_name() -> None:
+    places = defaultdict(list)
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name[0] != "_":
+                is_of_each = node.name in OF_A_COMMAND and path.name.endswith("_command.py")
+                if not is_of_each and node.name not in EVERYWHERE:
+                    places[node.name].append(str(path.relative_to(PACKAGE)))
+    assert "Pipeline" in places
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}

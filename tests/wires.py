@@ -180,13 +180,7 @@ class _End:
     def post(self, op: Op, form: Form | None, make_buffers: Any, arrived: Any) -> None:
         self.wire.posts.append(_Post(op, form, make_buffers, arrived))
 
-    def send(
-        self,
-        op: Op,
-        form: Form | None,
-        tensors: list[Tensor],
-        left: Callable[[], None],
-    ) -> None:
+    def send(self, op: Op, form: Form | None, tensors: list[Tensor], left: Callable[[], None]) -> None:
         self.wire.sends.append(_Message(op, form, tensors, left))
 
     def close(self) -> None: ...

@@ -6,9 +6,9 @@ Each row goes through the real entry: `pipetrain`, which refuses before a proces
 
 import contextlib
 import os
-import pathlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from pipetrain.cli.main import main
 from pipetrain.config.read_files import shipped
 from pipetrain.monitor.folder import RunFolder
 
-Prepare = Callable[[pathlib.Path], None]
+Prepare = Callable[[Path], None]
 Check = Callable[["Row"], None]
 
 
@@ -46,7 +46,7 @@ def train(typed: str, *says: str, prepare: Prepare = lambda folder: None, as_nob
 def files(**contents: bytes) -> Prepare:
     """Files by their names."""
 
-    def prepare(folder: pathlib.Path) -> None:
+    def prepare(folder: Path) -> None:
         for name, content in contents.items():
             (folder / name).write_bytes(content)
 
@@ -56,7 +56,7 @@ def files(**contents: bytes) -> Prepare:
 def text(**files: bytes) -> Prepare:
     """A folder `text` with these files."""
 
-    def prepare(folder: pathlib.Path) -> None:
+    def prepare(folder: Path) -> None:
         (folder / "text").mkdir(exist_ok=True)
         for name, content in files.items():
             (folder / "text" / f"{name}.txt").write_bytes(content)
@@ -67,14 +67,7 @@ def text(**files: bytes) -> Prepare:
 ENOUGH = text(a=b"a stage waits " * 500, b=b"a stage runs " * 500)
 
 
-def file_at(name: str, content: bytes = b"x") -> Prepare:
-    def prepare(folder: pathlib.Path) -> None:
-        (folder / name).write_bytes(content)
-
-    return prepare
-
-
-def a_run(folder: pathlib.Path) -> None:
+def a_run(folder: Path) -> None:
     """A run folder that holds a run, as far as anybody looks."""
     (folder / "run").mkdir()
     RunFolder(folder / "run").config.write_text("steps: 3\n")
@@ -95,7 +88,7 @@ def as_nobody() -> Iterator[None]:
         os.setresuid(0, 0, 0)
 
 
-def answer(row: Row, folder: pathlib.Path) -> int:
+def answer(row: Row, folder: Path) -> int:
     words = row.typed.replace("{}", str(folder)).split()
     if not row.as_rank:
         return main(words)

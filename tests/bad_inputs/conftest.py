@@ -2,10 +2,10 @@
 
 import contextlib
 import os
-import pathlib
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from bad_rows import Check, Row, answer, as_nobody
@@ -14,24 +14,21 @@ from pipetrain.launcher import launch
 
 
 @pytest.fixture
-def folder() -> Iterator[pathlib.Path]:
+def folder() -> Iterator[Path]:
     """A folder that everybody may enter: pytest's own are for their owner."""
-    path = pathlib.Path(tempfile.mkdtemp(prefix="pipetrain-test-"))
+    path = Path(tempfile.mkdtemp(prefix="pipetrain-test-"))
     path.chmod(0o777)
     yield path
     path.chmod(0o777)
     for inside, folders, _ in os.walk(path):  # top-down: a row may have shut a folder
         for name in folders:
-            (pathlib.Path(inside) / name).chmod(0o777)
+            (Path(inside) / name).chmod(0o777)
     shutil.rmtree(path)
 
 
 @pytest.fixture
 def check(
-    folder: pathlib.Path,
-    request: pytest.FixtureRequest,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Check:
     """Types a row: the answer is one line that helps; nothing was written and no process started."""
 

@@ -1,19 +1,20 @@
 """Training data that is missing, unreadable or malformed gets one line that helps."""
 
 import os
-from dataclasses import replace
 
 import pytest
-from bad_rows import ENOUGH, Check, Prepare, Row, files, text, train
+from bad_rows import ENOUGH, Check, Row, files, text, train
 
 
-def lines(typed: str, *says: str, prepare: Prepare) -> Row:
-    return train(f"data=jsonl data.path={{}}/a.jsonl {typed}".strip(), *says, prepare=prepare)
+def lines(content: bytes, *says: str, typed: str = "") -> Row:
+    typed = f"data=jsonl data.path={{}}/a.jsonl data.cache_dir={{}}/cache {typed}".strip()
+    return train(typed, *says, prepare=files(**{"a.jsonl": content}))
 
 
-def second_line(line: bytes) -> Prepare:
-    """a.jsonl, with a good line before this one."""
-    return files(**{"a.jsonl": b'{"text": "Hello"}\n' + line + b"\n"})
+def second_line(line: bytes, told: str, *says: str, typed: str = "") -> Row:
+    """With a good line before this one."""
+    content = b'{"text": "Hello"}\n' + line + b"\n"
+    return lines(content, f"{{}}/a.jsonl:2: {told}", *says, typed=typed)
 
 
 DATA = [
@@ -31,49 +32,23 @@ DATA = [
     ),
     train("data=stdlib data.path={}/text", "data=text data.path={}/text", prepare=ENOUGH),
     train("data=text data.path='{}/t*/*.md'", "data.path={}/t*/*.md matches no file", prepare=ENOUGH),
-    train(
-        "data=text data.path={}/text data.eval_path={}/held",
-        "data.eval_path={}/held is not there",
-        prepare=ENOUGH,
-    ),
+    train("data=text data.path={}/text data.eval_path={}/held", "data.eval_path={}/held is not there", prepare=ENOUGH),
     train("data=text data.path={}/text data.tokenizer={}/text", "no tokenizer in this folder", prepare=ENOUGH),
     train("data=text data.path={}/text data.tokenizer=null", "data.tokenizer=byte", prepare=ENOUGH),
-    *(
-        replace(row, typed=f"{row.typed} data.cache_dir={{}}/cache")
-        for row in (
-            lines("", "{}/a.jsonl: the text has 0 bytes", prepare=files(**{"a.jsonl": b""})),
-            lines("", "{}/a.jsonl", "has 0 tokens", prepare=files(**{"a.jsonl": b"\n\n"})),
-            lines(
-                "",
-                "{}/a.jsonl:2: it is not valid JSON",
-                "column 10",
-                "data.on_error=skip",
-                prepare=second_line(b'{"text": "ab'),
-            ),
-            lines("", "{}/a.jsonl:2: it is not UTF-8", prepare=second_line(b'{"text": "\xff"}')),
-            lines("", "{}/a.jsonl:2: it is not a JSON object but a list", prepare=second_line(b"[]")),
-            lines(
-                "",
-                "{}/a.jsonl:2",
-                "neither `messages` (or `conversations`) nor `text`",
-                "fields are: txt",
-                prepare=second_line(b'{"txt": 1}'),
-            ),
-            lines("", "{}/a.jsonl:2: `text` is no text but a int", prepare=second_line(b'{"text": 1}')),
-            lines("", "{}/a.jsonl:2", "texts or of chats", prepare=second_line(b'{"messages": [{"role": "user"}]}')),
-            lines(
-                "data.layout=padded",
-                "{}/a.jsonl:2: it has 101 tokens",
-                "data.sequence_length=101",
-                prepare=second_line(b'{"text": "' + b"x" * 100 + b'"}'),
-            ),
-            lines(
-                "",
-                "data.tokenizer=byte",
-                "chat template",
-                prepare=files(**{"a.jsonl": b'{"messages": [{"role": "user", "content": "Hi"}]}'}),
-            ),
-        )
+    lines(b"", "{}/a.jsonl: the text has 0 bytes"),
+    lines(b"\n\n", "{}/a.jsonl", "has 0 tokens"),
+    lines(b'{"messages": [{"role": "user", "content": "Hi"}]}', "data.tokenizer=byte", "chat template"),
+    second_line(b'{"text": "ab', "it is not valid JSON", "column 10", "data.on_error=skip"),
+    second_line(b'{"text": "\xff"}', "it is not UTF-8"),
+    second_line(b"[]", "it is not a JSON object but a list"),
+    second_line(b'{"txt": 1}', "it has neither `messages` (or `conversations`) nor `text`", "fields are: txt"),
+    second_line(b'{"text": 1}', "`text` is no text but a int"),
+    second_line(b'{"messages": [{"role": "user"}]}', "it has `messages`, those before", "texts or of chats"),
+    second_line(
+        b'{"text": "' + b"x" * 100 + b'"}',
+        "it has 101 tokens",
+        "data.sequence_length=101",
+        typed="data.layout=padded",
     ),
     train("data=hf", "data.path is not set", "data=hf"),
     train("data=hf data.path={}/nowhere", "data.path={}/nowhere: this is no saved data set here"),

@@ -1,11 +1,11 @@
 """A wrong run folder, snapshot or file of weights gets one line that helps, and so does a snapshot that was harmed."""
 
 import os
-import pathlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from bad_rows import ENOUGH, Check, Prepare, Row, a_run, answer, file_at, train
+from bad_rows import ENOUGH, Check, Prepare, Row, a_run, answer, files, train
 from safetensors.torch import save_file
 from torch import zeros
 
@@ -13,13 +13,13 @@ from pipetrain import train as rank
 from pipetrain.verify.drill import flip
 
 
-def weights_of_another_model(folder: pathlib.Path) -> None:
+def weights_of_another_model(folder: Path) -> None:
     save_file({"0.weight": zeros(3, 3)}, folder / "other.safetensors")
 
 
 RUN_FOLDERS = [
-    train("run_dir={}/file", "run_dir={}/file", "this is a file", prepare=file_at("file")),
-    train("run_dir={}/file/run", "run_dir={}/file/run", "{}/file is a file", prepare=file_at("file")),
+    train("run_dir={}/file", "run_dir={}/file", "this is a file", prepare=files(file=b"x")),
+    train("run_dir={}/file/run", "run_dir={}/file/run", "{}/file is a file", prepare=files(file=b"x")),
     train("run_dir={}/run", "there is a run in this folder", prepare=a_run),
     train(
         "run_dir={}/run",
@@ -73,7 +73,7 @@ SNAPSHOTS = [
 def harmed(what: str, harm: Prepare, *says: str) -> list[Row]:
     """A snapshot that is harmed: named by the user, and as the only one of a run that goes on by itself."""
 
-    def prepare(folder: pathlib.Path) -> None:
+    def prepare(folder: Path) -> None:
         harm(folder / "old" / "snapshots" / "step-00000002")
 
     named = replace(as_rank("resume={}/old/snapshots/step-00000002", *says, prepare=prepare), note=what)
@@ -81,40 +81,19 @@ def harmed(what: str, harm: Prepare, *says: str) -> list[Row]:
     return [named, replace(alone, says=(*says, "no snapshot in", "is whole", "choose another run_dir"))]
 
 
-def swapped(snapshot: pathlib.Path) -> None:
-    (snapshot / WEIGHTS).rename(snapshot / "kept")
-    (snapshot / "optimizer" / "rank-0000.safetensors").rename(snapshot / WEIGHTS)
-    (snapshot / "kept").rename(snapshot / "optimizer" / "rank-0000.safetensors")
-
-
-def longer(snapshot: pathlib.Path) -> None:
-    with (snapshot / WEIGHTS).open("ab") as file:
-        file.write(b"x")
-
-
 HARMED = [
     *harmed("manifest gone", lambda snapshot: (snapshot / "manifest.json").unlink(), "manifest.json is missing"),
     *harmed(
-        "manifest empty", lambda snapshot: os.truncate(snapshot / "manifest.json", 0), "manifest.json cannot be read"
-    ),
-    *harmed(
-        "manifest cut", lambda snapshot: os.truncate(snapshot / "manifest.json", 90), "manifest.json cannot be read"
-    ),
-    *harmed(
         "manifest text", lambda snapshot: (snapshot / "manifest.json").write_text("[1]"), "manifest.json cannot be"
     ),
-    *harmed("state flipped", lambda snapshot: flip(snapshot / "state.json", -3), "state.json has changed"),
-    *harmed("header flipped", lambda snapshot: flip(snapshot / WEIGHTS, 20), f"{WEIGHTS} has changed"),
     *harmed("data flipped", lambda snapshot: flip(snapshot / WEIGHTS, -1), f"{WEIGHTS} has changed"),
     *harmed("data cut", lambda snapshot: os.truncate(snapshot / WEIGHTS, 1000), f"{WEIGHTS} has 1000 bytes"),
-    *harmed("data longer", longer, f"{WEIGHTS} has", "were written"),
     *harmed("file gone", lambda snapshot: (snapshot / "generators" / "rank-0000.safetensors").unlink(), "No such file"),
-    *harmed("files swapped", swapped, "were written"),
 ]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps with a snapshot, by one rank in this process."""
     folder = tmp_path_factory.mktemp("trained")
     ENOUGH(folder)
@@ -129,7 +108,7 @@ def test_the_answer_is_one_line_that_helps(row: Row, check: Check) -> None:
 
 
 def test_a_fault_that_cannot_be_read(
-    trained: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PIPETRAIN_FAULTS", "kil rank=1 op=1B1 step=3")
     options = ANOTHER.replace("{}/new", str(tmp_path / "new")).replace("{}", str(trained))

@@ -23,11 +23,17 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return sleeps
 
 
-def test_recompute_of_a_peer_sleeps_again(slept: list[float]) -> None:
-    stage = EmulatedStage(1.0, 2.0)
+def test_an_op_of_a_peer_sleeps_its_part(slept: list[float]) -> None:
+    """Recomputation sleeps again, a backward without an input gradient takes all its time, a hurried step sleeps less."""
+    stage = EmulatedStage(1.0, 2.0, 0.5)
     checkpoint(stage, torch.zeros(1, 4), use_reentrant=False).sum().backward()
     assert slept == [1.0, 1.0, 2.0]
     assert stage.forwards == 2
+    stage(torch.zeros(1, 4)).sum().backward()
+    with emulated.hurried(0.25):
+        emulated.occupy_device(2.0)
+    emulated.occupy_device(2.0)
+    assert slept[3:] == [1.0, 2.0, 0.5, 2.0]
 
 
 @pytest.mark.parametrize(("recomputes", "in_input_half", "in_weight_half"), [(False, [], []), (True, [1.0], [1.0])])
@@ -48,12 +54,6 @@ def test_halves_of_a_peer_sleep_their_part(
     assert slept == [*in_weight_half, 0.5]
 
 
-def test_a_backward_without_an_input_gradient_takes_all_its_time(slept: list[float]) -> None:
-    stage = EmulatedStage(1.0, 2.0, 0.5)
-    stage(torch.zeros(1, 4)).sum().backward()
-    assert slept == [1.0, 2.0]
-
-
 def test_layers_of_a_stage_share_its_time_and_its_set(slept: list[float]) -> None:
     whole = EmulatedWorkload(2, forward_seconds=1.0, backward_seconds=2.0, tensor_bytes=400)
     parted = EmulatedWorkload(2, forward_seconds=1.0, backward_seconds=2.0, tensor_bytes=400, layers_per_stage=2)
@@ -71,13 +71,6 @@ def test_layers_of_a_stage_share_its_time_and_its_set(slept: list[float]) -> Non
     assert parted.costs(stages_per_rank=2).forward == (0.5,) * 4
 
 
-def test_a_hurried_step_sleeps_less(slept: list[float]) -> None:
-    with emulated.hurried(0.25):
-        emulated.occupy_device(2.0)
-    emulated.occupy_device(2.0)
-    assert slept == [0.5, 2.0]
-
-
 @pytest.mark.parametrize(("mode", "forwards"), [(Mode.NEVER, 4), (Mode.INLINE, 8), (Mode.OVERLAP, 8)])
 def test_our_recompute_sleeps_again(slept: list[float], mode: Mode, forwards: int) -> None:
     workload = EmulatedWorkload(1, num_microbatches=4, forward_seconds=1.0, backward_seconds=2.0, tensor_bytes=64)
@@ -87,16 +80,6 @@ def test_our_recompute_sleeps_again(slept: list[float], mode: Mode, forwards: in
     ahead = 1  # a copy of the layer, before the first forward of its kind
     assert slept.count(1.0) == forwards + ahead
     assert slept.count(2.0) == 4
-
-
-def test_saving_holds_sixteen_tensors_of_the_output() -> None:
-    stage = EmulatedStage(0.0, 0.0)
-    given = torch.zeros(1, 100)
-    with LiveStorages([given, *stage.parameters()], every_operation=True) as live:
-        output = stage(given)
-    assert live.current_bytes == NUM_SAVED * 400
-    del output
-    assert live.current_bytes == 0
 
 
 @pytest.mark.parametrize("mode", list(Mode))
@@ -115,9 +98,13 @@ def test_live_bytes_agree_with_the_activation_meter(mode: Mode) -> None:
     assert abs(live.peak_bytes - (metered - batch.untyped_storage().nbytes())) <= 3 * one
 
 
-def test_an_emulated_forward_hands_on_one_value_in_memory_of_its_own() -> None:
-    given = torch.full((1, 8), 3.0)
-    output = EmulatedStage(0.0, 0.0)(given)
+def test_an_emulated_forward_hands_on_one_value_and_holds_sixteen_tensors_of_its_size() -> None:
+    stage, given = EmulatedStage(0.0, 0.0), torch.full((1, 100), 3.0)
+    with LiveStorages([given, *stage.parameters()], every_operation=True) as live:
+        output = stage(given)
     assert output.shape == given.shape
     assert output.flatten()[0] == 3.0
     assert output.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
+    assert live.current_bytes == NUM_SAVED * 400
+    del output
+    assert live.current_bytes == 0

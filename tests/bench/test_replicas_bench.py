@@ -1,24 +1,13 @@
-"""The benchmark of replicas: what it has each bucket take, what it compares, and a short run to its end."""
+"""The benchmark of replicas: what it has each bucket take, what it compares."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.command import main
-from benchmarks.replicas.run import (
-    WORKLOAD,
-    Steps,
-    Turn,
-    _targets,
-    in_parts,
-    rests_of,
-    simulated_exposed,
-    whole,
-)
+from benchmarks.replicas.run import WORKLOAD, Steps, Turn, _targets, in_parts, rests_of, simulated_exposed, whole
 from benchmarks.replicas.sums import Sums, seconds_of
 from benchmarks.stolen import Stolen
 from pipetrain.schedule.costs import Costs
@@ -94,16 +83,3 @@ def test_what_the_host_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     stat.write_text("cpu  130 0 60 830 0 0 0 80 7 7\n")
     assert stolen.share() == pytest.approx(0.3)
     assert stolen.share() == 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_short_run(tmp_path: Path) -> None:
-    assert main(["replicas", "--quick", f"--out={tmp_path}"]) == 0
-    written = json.loads((tmp_path / "replicas.json").read_text())
-    assert [row["name"] for row in written["measured"]["rows"]][:2] == [
-        "pipetrain 1f1b overlap, a bucket per stage",
-        "pipetrain 1f1b overlap, a bucket per part",
-    ]
-    turns = [turn for row in written["measured"]["rows"] for turn in row["turns"]]
-    assert all(len(turn["seconds"]) == 3 and min(turn["seconds"]) > 0 for turn in turns)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import pathlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from random_plans import layer
@@ -28,7 +28,7 @@ from pipetrain.schedule.csv_file import write_csv
 from pipetrain.trainer.prepare import conditions_of
 
 
-def folder_of(path: pathlib.Path, costs: Costs, balance: tuple[int, ...], *keys: str) -> RunFolder:
+def folder_of(path: Path, costs: Costs, balance: tuple[int, ...], *keys: str) -> RunFolder:
     """A run of four microbatches that took these costs."""
     stages = len(balance)
     folder = RunFolder(path)
@@ -42,7 +42,7 @@ def folder_of(path: pathlib.Path, costs: Costs, balance: tuple[int, ...], *keys:
     return folder
 
 
-def test_overlap_is_advised_with_the_gain_that_show_finds(tmp_path: pathlib.Path) -> None:
+def test_overlap_is_advised_with_the_gain_that_show_finds(tmp_path: Path) -> None:
     costs = Costs.spread(4)
     folder = folder_of(tmp_path, costs, (2, 2, 2, 3), "recompute.mode=inline")
     inline, overlap = (
@@ -54,7 +54,7 @@ def test_overlap_is_advised_with_the_gain_that_show_finds(tmp_path: pathlib.Path
     assert f"recompute.mode=overlap: {found.gain:.0%} less time" in str(found)
 
 
-def test_a_slow_stage_gives_layers_away(tmp_path: pathlib.Path) -> None:
+def test_a_slow_stage_gives_layers_away(tmp_path: Path) -> None:
     """Four equal layers on stage 1, two on each other: with three it is no slower than what it feeds."""
     layers = (2, 4, 2, 2)
     costs = Costs.spread(4, forward=layers, backward=[2 * count for count in layers], recompute=layers)
@@ -67,7 +67,7 @@ def test_a_slow_stage_gives_layers_away(tmp_path: pathlib.Path) -> None:
     assert found.gain > 0.1
 
 
-def test_at_most_three_lines_the_best_first(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_at_most_three_lines_the_best_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layers = (2, 6, 2, 2)
     costs = Costs.spread(4, forward=layers, backward=[2 * count for count in layers], recompute=layers, hop=0.5)
     folder_of(tmp_path, costs, layers, "recompute.mode=inline", "data.global_batch_size=8")
@@ -83,7 +83,7 @@ def test_at_most_three_lines_the_best_first(tmp_path: pathlib.Path, capsys: pyte
     assert [one["keys"] for one in json.loads(capsys.readouterr().out)["advice"]] == [one.keys for one in found]
 
 
-def test_none_is_a_good_answer(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_none_is_a_good_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One microbatch at a time in a pipeline of equal stages: nothing that is tried is quicker."""
     folder = folder_of(tmp_path, Costs.spread(4), (1, 1, 1, 1), "recompute.mode=never")
     assert advice_on(folder) == []
@@ -91,7 +91,7 @@ def test_none_is_a_good_answer(tmp_path: pathlib.Path, capsys: pytest.CaptureFix
     assert "What to do next" not in capsys.readouterr().out
 
 
-def test_without_a_profile_there_is_none(tmp_path: pathlib.Path) -> None:
+def test_without_a_profile_there_is_none(tmp_path: Path) -> None:
     """As of deepspeed, of an older version, or of a folder that was damaged."""
     folder = folder_of(tmp_path, Costs.spread(4), (2, 2, 2, 3), "recompute.mode=inline")
     folder.profile.write_text("{")
@@ -100,7 +100,7 @@ def test_without_a_profile_there_is_none(tmp_path: pathlib.Path) -> None:
     assert advice_on(folder) == []
 
 
-def test_another_plan_is_advised_by_the_times_of_the_run(tmp_path: pathlib.Path) -> None:
+def test_another_plan_is_advised_by_the_times_of_the_run(tmp_path: Path) -> None:
     """Layers were equal when they were measured; in the run those of stage 1 took four times as long."""
     costs = Costs.spread(4, forward=[2, 8, 2, 2], backward=[4, 16, 4, 4], recompute=[2, 8, 2, 2])
     folder = folder_of(tmp_path, costs, (2, 2, 2, 2), "recompute.mode=never")
@@ -113,7 +113,7 @@ def test_another_plan_is_advised_by_the_times_of_the_run(tmp_path: pathlib.Path)
     assert f"plan.profile={folder.layers}" in first.keys or "pipeline.balance=" in first.keys
 
 
-def profile_after(path: pathlib.Path, slowness: Sequence[float]) -> Costs:
+def profile_after(path: Path, slowness: Sequence[float]) -> Costs:
     """What profile.json says after steps that took so many times as long as the simulated one."""
     folder = RunFolder(path)
     (path / "events").mkdir()
@@ -134,7 +134,7 @@ def profile_after(path: pathlib.Path, slowness: Sequence[float]) -> Costs:
     return costs
 
 
-def test_a_last_step_like_no_other_changes_no_advice(tmp_path: pathlib.Path) -> None:
+def test_a_last_step_like_no_other_changes_no_advice(tmp_path: Path) -> None:
     """The op times are medians of the newest steps; those of the start, which warm up, are forgotten."""
     costs = profile_after(tmp_path, [9.0] * 9 + [1.0] * 8 + [50.0])
     assert costs.forward == pytest.approx((1.0,) * 4)

@@ -3,9 +3,9 @@
 import errno
 import fcntl
 import os
-import pathlib
 import signal
 import socket
+from pathlib import Path
 
 import pytest
 from claims import claim_elsewhere
@@ -21,7 +21,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_the_second_run_is_told_who_was_first(tmp_path: pathlib.Path, again: bool) -> None:
+def test_the_second_run_is_told_who_was_first(tmp_path: Path, again: bool) -> None:
     first = claim_elsewhere(tmp_path)
     told = (
         rf"run_dir={tmp_path}: another run is in this folder \(process {first.pid} on {socket.gethostname()}, since 20"
@@ -35,7 +35,7 @@ def test_the_second_run_is_told_who_was_first(tmp_path: pathlib.Path, again: boo
         pass
 
 
-def test_a_run_that_was_killed_blocks_nobody(tmp_path: pathlib.Path) -> None:
+def test_a_run_that_was_killed_blocks_nobody(tmp_path: Path) -> None:
     first = claim_elsewhere(tmp_path)
     first.send_signal(signal.SIGKILL)
     first.communicate()
@@ -45,9 +45,7 @@ def test_a_run_that_was_killed_blocks_nobody(tmp_path: pathlib.Path) -> None:
         assert f'"pid": {os.getpid()},' in (tmp_path / LOCK).read_text()
 
 
-def test_whoever_goes_on_waits_until_the_killed_run_is_gone(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whoever_goes_on_waits_until_the_killed_run_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claim, "_DYING_SECONDS", 100.0)
     monkeypatch.setattr(claim, "_GLANCE_SECONDS", -1.0)
     first = claim_elsewhere(tmp_path)
@@ -56,7 +54,7 @@ def test_whoever_goes_on_waits_until_the_killed_run_is_gone(
         assert first.returncode == 0
 
 
-def test_nothing_is_left_of_a_run_that_has_ended(tmp_path: pathlib.Path) -> None:
+def test_nothing_is_left_of_a_run_that_has_ended(tmp_path: Path) -> None:
     with pytest.raises(KeyError), claimed(tmp_path, again=False):
         raise KeyError
     assert list(tmp_path.iterdir()) == []
@@ -66,7 +64,7 @@ def test_nothing_is_left_of_a_run_that_has_ended(tmp_path: pathlib.Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lock_of_a_file_that_is_gone_is_no_claim(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_of_a_file_that_is_gone_is_no_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run before removes its file after this one has opened it: a third would lock another file."""
     lockf, removed = fcntl.lockf, []
 
@@ -81,7 +79,7 @@ def test_a_lock_of_a_file_that_is_gone_is_no_claim(tmp_path: pathlib.Path, monke
 
 
 def test_a_file_system_without_locks(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lockf(*_: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -92,9 +90,3 @@ def test_a_file_system_without_locks(
         with pytest.raises(ValueError, match=f"if that run has ended remove {tmp_path / LOCK}"):
             check_unclaimed(str(tmp_path), again=False)
         check_unclaimed(str(tmp_path), again=True)
-
-
-def test_a_folder_that_may_not_be_written(tmp_path: pathlib.Path) -> None:
-    (tmp_path / LOCK).mkdir()
-    with pytest.raises(ValueError, match="cannot be opened there"), claimed(tmp_path, again=False):
-        pass

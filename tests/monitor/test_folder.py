@@ -1,8 +1,8 @@
 """The run folder: chosen once, never overwritten, found again."""
 
 import os
-import pathlib
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +10,7 @@ from pipetrain.monitor.folder import RunFolder, check_free, choose_folder, find_
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -20,7 +20,7 @@ def test_two_runs_of_one_second_have_two_folders() -> None:
     second = choose_folder(None, "quickstart")
     assert first.path != second.path
     assert first.path.name.endswith("-quickstart")
-    assert first.path.parent.parent == pathlib.Path("runs").resolve()
+    assert first.path.parent.parent == Path("runs").resolve()
 
 
 def test_latest_points_to_the_newest_and_is_relative() -> None:
@@ -28,36 +28,31 @@ def test_latest_points_to_the_newest_and_is_relative() -> None:
         folder = choose_folder(None, "quickstart")
         folder.create()
         folder.config.write_text("steps: 1")
-        link = pathlib.Path("runs/latest")
+        link = Path("runs/latest")
         assert link.resolve() == folder.path
         assert not os.path.isabs(link.readlink())
         assert find_folder("latest") == folder
-    assert sorted(entry.name[0] for entry in pathlib.Path("runs").iterdir()) == ["2", "l"]  # no drafts left
+    assert sorted(entry.name[0] for entry in Path("runs").iterdir()) == ["2", "l"]  # no drafts left
 
 
-def test_a_folder_elsewhere_is_not_the_latest() -> None:
+def test_a_folder_elsewhere_is_not_the_latest_and_others_may_not_look_in() -> None:
     folder = choose_folder("elsewhere", "quickstart")
     folder.create()
-    assert folder.path == pathlib.Path("elsewhere").resolve()
-    assert not pathlib.Path("runs").exists()
-
-
-def test_others_may_not_look_in() -> None:
-    folder = choose_folder("mine", "quickstart")
-    folder.create()
+    assert folder.path == Path("elsewhere").resolve()
+    assert not Path("runs").exists()
     for path in (folder.path, folder.path / "events", folder.path / "weights"):
         assert stat.S_IMODE(path.stat().st_mode) & (stat.S_IRWXO | stat.S_IWGRP) == 0
 
 
 def test_a_run_is_not_overwritten() -> None:
-    folder = RunFolder(pathlib.Path("mine").resolve())
+    folder = RunFolder(Path("mine").resolve())
     folder.create()
     folder.config.write_text("steps: 1")
     with pytest.raises(ValueError, match="there is a run in this folder"):
         check_free("mine")
     with pytest.raises(ValueError, match="run_dir"):
         folder.create()
-    pathlib.Path("file").write_text("")
+    Path("file").write_text("")
     with pytest.raises(ValueError, match="this is a file"):
         check_free("file")
     check_free("new")

@@ -2,7 +2,7 @@
 
 import json
 import os
-import pathlib
+from pathlib import Path
 
 import pytest
 
@@ -13,11 +13,11 @@ def lines(*steps: int) -> list[str]:
     return [json.dumps({"step": step}) + "\n" for step in steps]
 
 
-def steps_in(path: pathlib.Path) -> list[int]:
+def steps_in(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-def test_a_run_that_goes_on_keeps_the_steps_before_and_drops_half_a_line(tmp_path: pathlib.Path) -> None:
+def test_a_run_that_goes_on_keeps_the_steps_before_and_drops_half_a_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(lines(1, 2, 2, 3, 4)) + '{"step": 5')
     file = LineFile(path, first_step=4)
@@ -26,14 +26,14 @@ def test_a_run_that_goes_on_keeps_the_steps_before_and_drops_half_a_line(tmp_pat
     assert steps_in(path) == [1, 2, 2, 3, 4, 5]
 
 
-def test_a_new_run_starts_with_an_empty_file(tmp_path: pathlib.Path) -> None:
+def test_a_new_run_starts_with_an_empty_file(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("of an older run")
     LineFile(tmp_path / "metrics.jsonl").close()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
 def test_a_full_disk_costs_lines_and_is_said_once(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     file = LineFile(path)

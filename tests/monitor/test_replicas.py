@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pathlib
 import random
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pages import drawn_in, panels_in
 from test_report import REPORT
+from test_run_page import recorded_in
 
 from pipetrain.config.records import ObserveConfig
 from pipetrain.monitor.breakdown import break_down, break_down_replicas
 from pipetrain.monitor.folder import RunFolder
 from pipetrain.monitor.lines import EventFile
 from pipetrain.monitor.measured_costs import measure_costs, op_seconds
-from pipetrain.monitor.recorded import RecordedSteps, page_of_run
+from pipetrain.monitor.recorded import page_of_run
 from pipetrain.monitor.recorder import Recorder
 from pipetrain.monitor.report import as_markdown, measured_and_predicted, read_report, remarks, write_report
 from pipetrain.monitor.step_report import RankReport, Report, StepFigures, StepResult, metrics_of
@@ -157,7 +158,7 @@ def test_a_rank_is_called_as_in_messages() -> None:
     assert str(RankPlace(5, 1, 1, (1, 3, 5))) == "rank 5 (replica 1, stages 1, 3 and 5)"
 
 
-def test_the_report_of_a_run_says_who_is_where(tmp_path: pathlib.Path) -> None:
+def test_the_report_of_a_run_says_who_is_where(tmp_path: Path) -> None:
     write_report(tmp_path / "report.json", FOUR)
     assert read_report(tmp_path / "report.json") == FOUR
     text = as_markdown(FOUR)
@@ -182,14 +183,12 @@ def test_a_slow_rank_and_a_slow_replica_are_named() -> None:
 # What a run writes --------------------------------------------------------------------------------------------------
 
 
-def page_of(folder: pathlib.Path, run: Any, report: Report, measured: Any, predicted: Any) -> str:
-    recorded = RecordedSteps(folder / "timeline.json")
-    recorded.start("a run", [])
-    recorded.finish(folder / "timeline.json", run, report, measured, predicted, range(2, 5))
+def page_of(folder: Path, run: Any, report: Report, measured: Any, predicted: Any) -> str:
+    recorded_in(folder).finish(folder / "timeline.json", run, report, measured, predicted, range(2, 5))
     return page_of_run(folder / "timeline.json", folder / "metrics.jsonl")
 
 
-def test_the_page_has_a_step_per_replica_and_says_which_was_last(tmp_path: pathlib.Path) -> None:
+def test_the_page_has_a_step_per_replica_and_says_which_was_last(tmp_path: Path) -> None:
     report = report_of(one_behind(5.0), "stage-replica")
     measured, predicted = measured_and_predicted(schedule(), report, [one_behind(0.0)])
     text = page_of(tmp_path, FOUR, report, measured, predicted)
@@ -237,7 +236,7 @@ def test_no_step_is_below_its_bound_however_its_ops_vary(seed: int) -> None:
     assert shown.bound_seconds <= now
 
 
-def test_one_replica_is_drawn_without_its_number(tmp_path: pathlib.Path) -> None:
+def test_one_replica_is_drawn_without_its_number(tmp_path: Path) -> None:
     one = report_of(one_behind(5.0))
     alone = dataclasses.replace(
         one, timelines=one.timelines[:1], of_ranks=one.of_ranks[:2], breakdown=one.breakdown[:2]
@@ -249,7 +248,7 @@ def test_one_replica_is_drawn_without_its_number(tmp_path: pathlib.Path) -> None
     assert measured[0].ranks == ()
 
 
-def test_events_of_a_file_are_of_the_rank_of_the_run(tmp_path: pathlib.Path) -> None:
+def test_events_of_a_file_are_of_the_rank_of_the_run(tmp_path: Path) -> None:
     file = EventFile(tmp_path / "rank-0003.jsonl", 3, 10)
     file(OpEvent(1, Lane.COMPUTE, Op.parse("1F0"), 0.0, 1.0))
     file.end_step(1)
@@ -274,7 +273,7 @@ def test_figures_of_trackers_are_named_by_the_ranks_of_the_run(order: str) -> No
     assert "fill_seconds/rank-4" not in kept
 
 
-def test_trackers_get_the_step_of_the_slowest_replica(tmp_path: pathlib.Path) -> None:
+def test_trackers_get_the_step_of_the_slowest_replica(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     (tmp_path / "events").mkdir()
     recorder = Recorder(folder, 0, ObserveConfig(progress=False), num_steps=4, keep=range(2, 5))

@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
-import pathlib
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,34 +25,33 @@ TEXT = "</script><img src=x onerror=alert(1)>\U0001f600\x1b[31m\x00"
 
 def report_of(shown: Shown = MEASURED, step: int = 200) -> Report:
     """The step of `shown` as its ranks report it."""
+    sizes: dict[str, Any] = {"set_bytes": 4_000_000, "input_bytes": 250_000, "limit_bytes": 80_000_000_000}
     ranks = (
-        RankReport(
-            rank,
-            step,
-            shown.timeline.of_rank(rank),
-            7_000_000,
-            9_000_000,
-            None,
-            2e-6,
-            set_bytes=4_000_000,
-            input_bytes=250_000,
-            limit_bytes=80_000_000_000,
-            stages=(rank,),
-        )
+        RankReport(rank, step, shown.timeline.of_rank(rank), 7_000_000, 9_000_000, None, 2e-6, stages=(rank,), **sizes)
         for rank in range(shown.schedule.num_ranks)
     )
     return Report.of(ranks, shown.schedule)
 
 
-def page_of(folder: pathlib.Path, *, predicted: bool = True, report: Any = REPORT, title: str = "quickstart") -> str:
+def recorded_in(folder: Path, title: str = "a run", layers: Sequence[str] = ()) -> RecordedSteps:
+    recorded = RecordedSteps(folder / "timeline.json")
+    recorded.start(title, layers)
+    return recorded
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [one["step"] for one in json.loads((folder / "timeline.json").read_text())["steps"]]
+
+
+def page_of(folder: Path, *, predicted: bool = True, report: Any = REPORT, title: str = "quickstart") -> str:
     path = folder / "timeline.json"
-    recorded = RecordedSteps(path)
-    recorded.start(title, [])
-    recorded.finish(path, report, report_of(), [MEASURED], PREDICTED if predicted else None, range(2, 5))
+    recorded_in(folder, title).finish(
+        path, report, report_of(), [MEASURED], PREDICTED if predicted else None, range(2, 5)
+    )
     return page_of_run(path, folder / "metrics.jsonl")
 
 
-def test_both_steps_have_their_ops_and_their_memory(tmp_path: pathlib.Path) -> None:
+def test_both_steps_have_their_ops_and_their_memory(tmp_path: Path) -> None:
     text = page_of(tmp_path)
     above, below = panels_in(text)
     assert (above["name"], below["name"]) == ("Predicted from the op times of steps 2 to 4", "Measured, step 200")
@@ -63,11 +63,15 @@ def test_both_steps_have_their_ops_and_their_memory(tmp_path: pathlib.Path) -> N
         exposed = [sum(end - start for rank, start, end in panel["exposed"] if rank == place) for place in range(4)]
         assert exposed == [rank.recompute_exposed_seconds for rank in one.breakdown]
     assert not re.search(r"(src|href)=|url\(http|@import", text)
+    script = text[text.rindex("<script>") :]
+    assert html(PREDICTED).endswith(script), "the page of a schedule has the same script"
+    text = page_of(tmp_path, predicted=False)
+    assert "Predicted" not in text
+    assert len(panels_in(text)) == 1
 
 
-def test_memory_is_measured_in_bytes_beside_what_the_device_has(tmp_path: pathlib.Path) -> None:
-    recorded = RecordedSteps(tmp_path / "timeline.json")
-    recorded.start("a run", [])
+def test_memory_is_measured_in_bytes_beside_what_the_device_has(tmp_path: Path) -> None:
+    recorded = recorded_in(tmp_path)
     recorded.add(1, report_of())
     (panel,) = panels_in(page_of_run(tmp_path / "timeline.json", tmp_path / "metrics.jsonl"))
     assert panel["bytes"]
@@ -76,32 +80,13 @@ def test_memory_is_measured_in_bytes_beside_what_the_device_has(tmp_path: pathli
     assert [max(held for _, held in curve) for curve in panel["held"]] == [4e6 + 7 * 250e3] * 3 + [4e6]
 
 
-def test_the_script_is_that_of_the_page_of_a_schedule(tmp_path: pathlib.Path) -> None:
-    def script(page: str) -> str:
-        return page[page.rindex("<script>") :]
-
-    assert script(page_of(tmp_path)) == script(html(PREDICTED))
-
-
-def test_without_a_prediction_the_measured_step_stands_alone(tmp_path: pathlib.Path) -> None:
-    text = page_of(tmp_path, predicted=False)
-    assert "Predicted" not in text
-    assert len(panels_in(text)) == 1
-
-
-def test_names_are_escaped_and_remarks_are_there(tmp_path: pathlib.Path) -> None:
-    report = dataclasses.replace(REPORT, schedule=TEXT, skipped_steps=3)
-    text = page_of(tmp_path, report=report, title=TEXT)
+def test_text_of_the_drawing_ends_no_element(tmp_path: Path) -> None:
+    """Nor the names of the run, of ops, ranks and stages, whatever a folder holds."""
+    text = page_of(tmp_path, report=dataclasses.replace(REPORT, schedule=TEXT, skipped_steps=3), title=TEXT)
+    assert not {"\x1b", "\x00"} & set(text)
     assert "<img" not in text
-    assert "\x1b" not in text
-    assert "\x00" not in text
     assert "\U0001f600" in text
     assert "Steps skipped because of their loss or gradient: 3." in text
-
-
-def test_text_of_the_drawing_ends_no_element(tmp_path: pathlib.Path) -> None:
-    """Nor can the names of ops, ranks and stages, whatever a folder holds."""
-    page_of(tmp_path)
     path = tmp_path / "timeline.json"
     values = json.loads(path.read_text())
     for panel in (values["fixed"][0], values["steps"][0]["panels"][0]):
@@ -114,7 +99,7 @@ def test_text_of_the_drawing_ends_no_element(tmp_path: pathlib.Path) -> None:
     assert panels_in(text)[0]["name"] == TEXT
 
 
-def test_what_is_no_page_is_refused_in_a_line(tmp_path: pathlib.Path) -> None:
+def test_what_is_no_page_is_refused_in_a_line(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     for text, words in (
         (None, "there is no such file"),
@@ -137,7 +122,7 @@ def test_what_is_no_page_is_refused_in_a_line(tmp_path: pathlib.Path) -> None:
             page_of_run(path, tmp_path / "metrics.jsonl")
 
 
-def test_figures_over_steps_are_thinned_and_lack_what_is_no_number(tmp_path: pathlib.Path) -> None:
+def test_figures_over_steps_are_thinned_and_lack_what_is_no_number(tmp_path: Path) -> None:
     page_of(tmp_path)
     metrics = tmp_path / "metrics.jsonl"
     lines = [{"step": step, "loss": None if step == 2 else 1.0 * step} for step in range(1, 5001)]
@@ -153,41 +138,32 @@ def test_figures_over_steps_are_thinned_and_lack_what_is_no_number(tmp_path: pat
     assert max(after - before for before, after in zip(charts["steps"], charts["steps"][1:])) <= 8
 
 
-def test_steps_are_thinned_where_they_would_fill_the_page(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_thinned_where_they_would_fill_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = len(MEASURED.timeline.events)
     monkeypatch.setattr("pipetrain.monitor.recorded._MOST_OPS", 4 * ops)
     monkeypatch.setattr("pipetrain.monitor.recorded._SECONDS_BETWEEN", 0.0)
     monkeypatch.setattr("pipetrain.monitor.recorded._MOST_SHARE", 1e9)
-    recorded = RecordedSteps(tmp_path / "timeline.json")
-    recorded.start("a run", [])
-
-    def steps() -> list[int]:
-        return [one["step"] for one in json.loads((tmp_path / "timeline.json").read_text())["steps"]]
-
+    recorded = recorded_in(tmp_path)
     for step in range(1, 5):
         recorded.add(step, report_of(step=step))
-    assert steps() == [1, 2, 3, 4]
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
     recorded.add(5, report_of(step=5))
-    assert steps() == [1, 3, 5]
+    assert steps_in(tmp_path) == [1, 3, 5]
     recorded.rewind(4)
     recorded.add(4, report_of(step=4))
-    assert steps() == [1, 3, 4]
+    assert steps_in(tmp_path) == [1, 3, 4]
 
 
-def test_a_step_is_recorded_when_it_is_time_to(tmp_path: pathlib.Path) -> None:
+def test_a_step_is_recorded_when_it_is_time_to(tmp_path: Path) -> None:
     """The first three, then none before five seconds are over."""
-    recorded = RecordedSteps(tmp_path / "timeline.json")
-    recorded.start("a run", [])
+    recorded = recorded_in(tmp_path)
     for step in range(1, 6):
         recorded.add(step, report_of(step=step))
-    assert [one["step"] for one in json.loads((tmp_path / "timeline.json").read_text())["steps"]] == [1, 2, 3]
+    assert steps_in(tmp_path) == [1, 2, 3]
 
 
-def test_a_full_disk_ends_no_run_and_is_said_once(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recorded = RecordedSteps(tmp_path / "gone" / "timeline.json")
-    recorded.start("a run", [])
+def test_a_full_disk_ends_no_run_and_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = recorded_in(tmp_path / "gone")
     for step in (1, 2):
         recorded.add(step, report_of(step=step))
     (line,) = capsys.readouterr().err.splitlines()
@@ -195,15 +171,14 @@ def test_a_full_disk_ends_no_run_and_is_said_once(tmp_path: pathlib.Path, capsys
 
 
 def test_a_step_too_large_for_a_page_is_not_recorded_on_the_way(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipetrain.monitor.recorded._MOST_OPS", len(MEASURED.timeline.events) - 1)
-    recorded = RecordedSteps(tmp_path / "timeline.json")
-    recorded.start("a run", [])
+    recorded = recorded_in(tmp_path)
     recorded.add(1, report_of())
     assert not (tmp_path / "timeline.json").exists()
     recorded.finish(tmp_path / "timeline.json", REPORT, report_of(), [MEASURED], None, range(2, 5))
-    assert [one["step"] for one in json.loads((tmp_path / "timeline.json").read_text())["steps"]] == [200]
+    assert steps_in(tmp_path) == [200]
 
 
 def test_a_stage_is_named_by_its_layers() -> None:

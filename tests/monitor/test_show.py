@@ -1,8 +1,8 @@
 """What `show` draws and writes."""
 
 import json
-import pathlib
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 from pages import drawn_in, panels_in
@@ -29,7 +29,7 @@ def test_drawing_and_table(shown: Shown) -> None:
     assert facts[-2] == f"{sum(rank.recompute_exposed_seconds for rank in shown.breakdown):.4g}"
 
 
-def test_two_schedules_beside_each_other(shown: Shown, tmp_path: pathlib.Path) -> None:
+def test_two_schedules_beside_each_other(shown: Shown, tmp_path: Path) -> None:
     other = show("gpipe", num_stages=3, num_microbatches=4, recompute="overlap")
     text = draw([shown, other], width=90)
     assert text.count("rank 0 F0") == 2
@@ -40,7 +40,7 @@ def test_two_schedules_beside_each_other(shown: Shown, tmp_path: pathlib.Path) -
         write_drawing([shown, other], tmp_path / "x.csv")
 
 
-def test_pictures_are_well_formed(shown: Shown, tmp_path: pathlib.Path) -> None:
+def test_pictures_are_well_formed(shown: Shown, tmp_path: Path) -> None:
     write_drawing([shown], tmp_path / "x.svg")
     boxes = ElementTree.parse(tmp_path / "x.svg").getroot().iter("{http://www.w3.org/2000/svg}title")
     assert "2B3" in {(box.text or "").split()[0] for box in boxes}
@@ -49,7 +49,7 @@ def test_pictures_are_well_formed(shown: Shown, tmp_path: pathlib.Path) -> None:
     assert "http-equiv" not in (tmp_path / "x.html").read_text()
 
 
-def test_a_page_offers_the_schedule_with_other_numbers_of_sets(tmp_path: pathlib.Path) -> None:
+def test_a_page_offers_the_schedule_with_other_numbers_of_sets(tmp_path: Path) -> None:
     """Each as `show` itself simulates it."""
     keys = ["pipeline.num_stages=3", "pipeline.num_microbatches=4", "recompute.mode=overlap"]
     page = tmp_path / "x.html"
@@ -68,7 +68,7 @@ def test_a_page_offers_the_schedule_with_other_numbers_of_sets(tmp_path: pathlib
         assert drawn_in(page.read_text())["steps"] == []
 
 
-def test_tables_are_read_back(shown: Shown, tmp_path: pathlib.Path) -> None:
+def test_tables_are_read_back(shown: Shown, tmp_path: Path) -> None:
     write_drawing([shown], tmp_path / "x.json")
     assert json.loads((tmp_path / "x.json").read_text()) == shown.as_json()
     write_drawing([shown], tmp_path / "x.csv")
@@ -77,7 +77,7 @@ def test_tables_are_read_back(shown: Shown, tmp_path: pathlib.Path) -> None:
     assert [len(row) for row in rows] == [12, 12, 8]  # the last stage has no R
 
 
-def test_an_unknown_ending_is_refused(shown: Shown, tmp_path: pathlib.Path) -> None:
+def test_an_unknown_ending_is_refused(shown: Shown, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\.png is unknown; allowed are \.svg, \.html, \.csv, \.trace\.json, \.json"):
         write_drawing([shown], tmp_path / "x.png")
     with pytest.raises(ValueError, match="cannot be written"):

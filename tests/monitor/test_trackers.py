@@ -4,8 +4,8 @@ import dataclasses
 import importlib.util
 import json
 import os
-import pathlib
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +20,11 @@ from pipetrain.monitor.lines import read_lines
 from pipetrain.monitor.step_report import StepMetrics
 from pipetrain.monitor.trackers import Ending, JsonLines, TensorBoardTracker, Tracker, Trackers, figures, make_trackers
 
+SECONDS: dict[str, Any] = {
+    field.name: (0.0, 0.0) for field in dataclasses.fields(StepMetrics) if field.name.endswith("_seconds")
+}
 METRICS = StepMetrics(
+    **SECONDS | {"step_seconds": 0.25, "recompute_hidden_seconds": (0.0, 0.125)},
     step=3,
     loss=1.5,
     perplexity=4.5,
@@ -30,22 +34,8 @@ METRICS = StepMetrics(
     counted_tokens=100,
     tokens_seen=384,
     tokens_per_second=100.0,
-    step_seconds=0.25,
     bubble_fraction=0.5,
     mfu=None,
-    recompute_hidden_seconds=(0.0, 0.125),
-    recompute_exposed_seconds=(0.0, 0.0),
-    wait_activation_seconds=(0.0, 0.0),
-    wait_gradient_seconds=(0.0, 0.0),
-    fill_seconds=(0.0, 0.0),
-    drain_seconds=(0.0, 0.0),
-    imbalance_seconds=(0.0, 0.0),
-    unexplained_seconds=(0.0, 0.0),
-    wait_copy_seconds=(0.0, 0.0),
-    handover_seconds=(0.0, 0.0),
-    host_seconds=(0.0, 0.0),
-    machine_seconds=(0.0, 0.0),
-    reduce_exposed_seconds=(0.0, 0.0),
     peak_activation_bytes=(10, 20),
     peak_memory_bytes=(None, 30),
     peak_reserved_bytes=(None, 40),
@@ -117,7 +107,7 @@ def test_a_package_that_is_missing_is_said_before_anything_starts(
     assert f"the package {package} is not installed; pip install 'pipetrain[train]'" in line
 
 
-def test_only_what_is_asked_for_is_made(tmp_path: pathlib.Path) -> None:
+def test_only_what_is_asked_for_is_made(tmp_path: Path) -> None:
     def names(*overrides: str) -> list[str]:
         made = make_trackers(load_config(overrides).observe, RunFolder(tmp_path), 1)
         Trackers(made).close()
@@ -128,7 +118,7 @@ def test_only_what_is_asked_for_is_made(tmp_path: pathlib.Path) -> None:
     assert load_config(["observe=wandb"]).observe.wandb.mode == "offline"
 
 
-def test_evaluations_on_the_way_are_kept_and_repeated_ones_dropped(tmp_path: pathlib.Path) -> None:
+def test_evaluations_on_the_way_are_kept_and_repeated_ones_dropped(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for first_step in (1, 3):
         lines = JsonLines(folder, first_step, evaluates=True)
@@ -142,8 +132,8 @@ def test_evaluations_on_the_way_are_kept_and_repeated_ones_dropped(tmp_path: pat
 
 def cores() -> list[int]:
     """The processes of wandb that this one has started and that have not ended."""
-    children = pathlib.Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    stats = [pathlib.Path(f"/proc/{pid}/stat").read_text() for file in children for pid in file.read_text().split()]
+    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    stats = [Path(f"/proc/{pid}/stat").read_text() for file in children for pid in file.read_text().split()]
     return [int(stat.split()[0]) for stat in stats if "(wandb-core) S" in stat or "(wandb-core) R" in stat]
 
 
@@ -154,7 +144,7 @@ def end_cores() -> None:
         pass
 
 
-def lose_wandb_half_way(path: pathlib.Path) -> tuple[list[int], list[int]]:
+def lose_wandb_half_way(path: Path) -> tuple[list[int], list[int]]:
     """Forty steps; after half of them wandb's process is ended. Its processes then, and those at the end."""
     os.environ["HOME"] = str(path)
     trackers = Trackers(make_trackers(load_config(["observe=wandb"]).observe, RunFolder(path), 1))
@@ -171,7 +161,7 @@ def lose_wandb_half_way(path: pathlib.Path) -> tuple[list[int], list[int]]:
 
 @pytest.mark.slow
 def test_wandb_is_started_again_with_all_steps_where_its_process_is_ended(
-    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As `scancel` does, which signals every process of a job. In a process of its own: wandb loses a socket there."""
     ((lost, left),) = run_ranks(1, lose_wandb_half_way, tmp_path)
@@ -181,46 +171,30 @@ def test_wandb_is_started_again_with_all_steps_where_its_process_is_ended(
     assert [(row["_step"], row["loss"]) for row in rows] == [(step, 1 / step) for step in range(1, 41)]
 
 
-def lose_wandb_at_the_end(path: pathlib.Path, over_the_page: bool) -> None:
-    """Its process ends when it has begun with the page of the end and has not got it, or when it has been told all."""
-    import wandb
-
+def lose_wandb_at_the_end(path: Path) -> None:
+    """Its process ends when it has been told all."""
     os.environ["HOME"] = str(path)
-    take = wandb.Html.bind_to_run
-    pages: list[wandb.Html] = []
-
-    def take_and_lose(page: wandb.Html, *arguments: Any, **options: Any) -> None:
-        take(page, *arguments, **options)
-        pages.append(page)
-        if over_the_page and len(pages) == 1:
-            end_cores()
-
-    wandb.Html.bind_to_run = take_and_lose
     trackers = Trackers(make_trackers(load_config(["observe=wandb"]).observe, RunFolder(path), 1))
     trackers.tell(lambda tracker: tracker.start({}))
     for step in range(1, 4):
         tell_step(trackers, step)
     trackers.tell(lambda tracker: tracker.finish(Ending(REPORT, [PICTURE], "<html></html>")))
-    if not over_the_page:
-        end_cores()
+    end_cores()
     trackers.close()
-    assert len(pages) == 2
 
 
-@pytest.mark.quick("False")
-@pytest.mark.parametrize("over_the_page", [True, False])
 def test_wandb_gets_the_page_of_the_end_again_where_its_process_is_ended(
-    over_the_page: bool, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A page belongs to the wandb run that it was first given to, so it has to be made again, too."""
-    run_ranks(1, lose_wandb_at_the_end, tmp_path, over_the_page)
+    run_ranks(1, lose_wandb_at_the_end, tmp_path)
     assert "wandb keeps nothing" not in capfd.readouterr().err
     rows = wandb_log.rows(wandb_log.newest(tmp_path))
     assert [row["loss"] for row in rows if "loss" in row] == [1, 1 / 2, 1 / 3]
     assert {"timeline_page", "heldout_loss"} <= {key.partition("/")[0] for key in rows[-1]}
 
 
-def test_tensorboard_has_each_step_at_once_and_a_run_that_goes_on_no_step_twice(tmp_path: pathlib.Path) -> None:
+def test_tensorboard_has_each_step_at_once_and_a_run_that_goes_on_no_step_twice(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = RunFolder(tmp_path)

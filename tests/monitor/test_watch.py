@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import http.client
 import json
-import pathlib
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from browser import browsing, find_browser
@@ -17,22 +16,21 @@ from commands import begin
 from pages import drawn_in, panels_in
 from ranks import PATIENCE_SECONDS
 from test_report import REPORT
-from test_run_page import MEASURED, PREDICTED, TEXT, report_of
+from test_run_page import MEASURED, PREDICTED, TEXT, recorded_in, report_of
 
 from pipetrain.cli.main import main
-from pipetrain.monitor.recorded import RecordedSteps
 from pipetrain.monitor.report import write_report
 
 
 @pytest.fixture
-def run(tmp_path: pathlib.Path) -> pathlib.Path:
+def run(tmp_path: Path) -> Path:
     """The folder of a run that has just begun."""
     (tmp_path / "config.yaml").write_text("experiment: smoke\n")
     return tmp_path
 
 
 @pytest.fixture
-def watched(run: pathlib.Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def watched(run: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """The command, and its port."""
     command = [sys.executable, "-m", "pipetrain.cli", "watch", str(run)]
     process = begin(run.parent, command)
@@ -54,14 +52,8 @@ def ask(port: int, path: str = "/", method: str = "GET", **headers: str) -> tupl
         connection.close()
 
 
-def recorded_in(run: pathlib.Path, title: str = "a run") -> RecordedSteps:
-    recorded = RecordedSteps(run / "timeline.json")
-    recorded.start(title, [])
-    return recorded
-
-
 def test_the_page_grows_with_the_folder_and_then_is_the_report(
-    run: pathlib.Path, watched: tuple[subprocess.Popen[str], int]
+    run: Path, watched: tuple[subprocess.Popen[str], int]
 ) -> None:
     process, port = watched
     status, text, headers = ask(port)
@@ -89,7 +81,7 @@ def test_the_page_grows_with_the_folder_and_then_is_the_report(
     assert process.wait(PATIENCE_SECONDS) == 0
 
 
-def test_it_is_for_this_machine_and_cannot_write(run: pathlib.Path, watched: tuple[subprocess.Popen[str], int]) -> None:
+def test_it_is_for_this_machine_and_cannot_write(run: Path, watched: tuple[subprocess.Popen[str], int]) -> None:
     _, port = watched
     before = sorted(run.rglob("*"))
     assert ask(port, Host=f"localhost:{port}")[0] == 200
@@ -99,13 +91,13 @@ def test_it_is_for_this_machine_and_cannot_write(run: pathlib.Path, watched: tup
         assert ask(port, path)[0] == 404, path
     for method in ("POST", "PUT", "DELETE"):
         assert ask(port, method=method)[0] == 501
-    listening = pathlib.Path("/proc/net/tcp").read_text()
+    listening = Path("/proc/net/tcp").read_text()
     assert f"0100007F:{port:04X}" in listening  # 127.0.0.1
     assert f"00000000:{port:04X}" not in listening
     assert sorted(run.rglob("*")) == before
 
 
-def test_what_cannot_be_watched_is_refused_in_a_line(run: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_watched_is_refused_in_a_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(run / "missing")]) == 2
     assert "there is no run" in capsys.readouterr().err
     write_report(run / "report.json", REPORT)
@@ -120,25 +112,9 @@ def test_what_cannot_be_watched_is_refused_in_a_line(run: pathlib.Path, capsys: 
     assert "--port=99999: cannot be used" in capsys.readouterr().err
 
 
-def test_a_report_prints_no_code_that_a_terminal_obeys(run: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_report(run / "report.json", dataclasses.replace(REPORT, experiment=TEXT, schedule=TEXT, recompute_mode=TEXT))
-    assert main(["report", str(run)]) == 0
-    shown = capsys.readouterr().out
-    assert "\x1b" not in shown
-    assert "\x00" not in shown
-    assert "\U0001f600" in shown
-    assert main(["report", str(run), "--json"]) == 0
-    assert "\x1b" not in capsys.readouterr().out
-    (run / "report.json").write_text(json.dumps({"format_version": TEXT}))
-    assert main(["report", str(run)]) == 2
-    refused = capsys.readouterr().err
-    assert "\\x1b" in refused
-    assert "\x1b" not in refused
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(find_browser() is None, reason="no Chromium here: apt-get install chromium")
-def test_a_browser_follows_the_run(run: pathlib.Path, watched: tuple[subprocess.Popen[str], int]) -> None:
+def test_a_browser_follows_the_run(run: Path, watched: tuple[subprocess.Popen[str], int]) -> None:
     _, port = watched
     with browsing() as browser:
         browser.open(f"http://127.0.0.1:{port}/")

@@ -155,7 +155,7 @@ MUTANTS = (
         "pipetrain/cli/main.py",
         "        print(words if coloured else printable(words), flush=True)",
         "        print(words, flush=True)",
-        ("tests/monitor/test_watch.py", "-k", "terminal_obeys"),
+        ("tests/security/test_damaged_files.py", "-k", "control_codes"),
     ),
     Mutant(
         "the bound of the last step is that of the steps before",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import pathlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,21 +35,19 @@ def config_of(words: list[str], **fields: object) -> DataConfig:
     return DataConfig(name="jsonl", path=words[0], global_batch_size=2, sequence_length=128, **{**values, **fields})
 
 
-def made(words: list[str], **fields: object) -> pathlib.Path:
+def made(words: list[str], **fields: object) -> Path:
     config = config_of(words, **fields)
     tokenizer = make_tokenizer(config)
     assert tokenizer is not None
     return tokenized(config, tokenizer)
 
 
-def change(path: pathlib.Path, kind: type, value: int) -> None:
+def change(path: Path, kind: type, value: int) -> None:
     np.memmap(path, kind, "r+")[3] = value
 
 
 @pytest.mark.parametrize("name", ["tokens", "ends", "counted"])
-def test_check_finds_a_change(
-    name: str, words: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_finds_a_change(name: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = [*words[:2], f"data.cache_dir={tmp_path}"]
     folder = made(own)
     for given in (own, [str(folder)]):
@@ -63,13 +61,13 @@ def test_check_finds_a_change(
         assert line.startswith(f"pipetrain: {folder / TRAIN}: its tokens have changed since they were written; make it")
 
 
-def test_check_needs_tokens(words: list[str], tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_needs_tokens(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tokenize", *words[:2], f"data.cache_dir={tmp_path}", "--check"]) == 2
     assert "--check finds no tokens of it in the cache" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_a_token_outside_of_the_vocabulary_ends_the_step(words: list[str], tmp_path: pathlib.Path) -> None:
+def test_a_token_outside_of_the_vocabulary_ends_the_step(words: list[str], tmp_path: Path) -> None:
     config = config_of(words, cache_dir=str(tmp_path))
     data = make_data(config, seed=0)
     change(made(words, cache_dir=str(tmp_path)) / TRAIN / "tokens.bin", np.uint16, 60_000)
@@ -81,7 +79,7 @@ def test_a_token_outside_of_the_vocabulary_ends_the_step(words: list[str], tmp_p
 
 
 @pytest.mark.parametrize("value", [-5, 10**9])
-def test_damaged_ends_make_no_samples(value: int, words: list[str], tmp_path: pathlib.Path) -> None:
+def test_damaged_ends_make_no_samples(value: int, words: list[str], tmp_path: Path) -> None:
     folder = made(words, cache_dir=str(tmp_path))
     ends = np.memmap(folder / TRAIN / "ends.bin", np.int64, "r+")
     ends[-1] = value

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from foreign import REPORT, answers, make_run, pipe_at
@@ -16,12 +16,12 @@ from pipetrain.monitor.lines import read_lines
 from pipetrain.plan.plan import read_plan
 from pipetrain.plan.profile import read_profile
 
-Damage = Callable[[pathlib.Path], object]
+Damage = Callable[[Path], object]
 DEEP = 100_000
 
 
 def _changed(**values: object) -> Damage:
-    def change(folder: pathlib.Path) -> None:
+    def change(folder: Path) -> None:
         report = json.loads((folder / "report.json").read_text())
         (folder / "report.json").write_text(json.dumps({**report, **values}))
 
@@ -38,6 +38,7 @@ REPORTS: dict[str, Damage] = {
     "deep": _with("report.json", '{"a":' * DEEP),
     "a little too deep": _with("report.json", "[" * 200 + "]" * 200),
     "a list": _with("report.json", "[1, 2]"),
+    "no keys": _with("report.json", '{"format_version": 1}'),
     "no text": lambda folder: (folder / "report.json").write_bytes(b"\xff\xfe\x00"),
     "a pipe": lambda folder: pipe_at(folder / "report.json"),
     "a folder": lambda folder: ((folder / "report.json").unlink(), (folder / "report.json").mkdir()),
@@ -54,7 +55,7 @@ REPORTS: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("damage", REPORTS.values(), ids=REPORTS)
-def test_a_report(damage: Damage, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report(damage: Damage, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(run := make_run(tmp_path / "run"))
     code, told = answers(capsys, "report", str(run))
     assert code == 2
@@ -62,7 +63,7 @@ def test_a_report(damage: Damage, tmp_path: pathlib.Path, capsys: pytest.Capture
     assert str(run / "report.json") in line
 
 
-def test_a_step_that_took_no_time(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_that_took_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _changed(step_seconds_measured=0)(run := make_run(tmp_path / "run"))
     assert answers(capsys, "report", str(run))[0] == 0
 
@@ -80,7 +81,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("text", CONFIGS.values(), ids=CONFIGS)
-def test_a_configuration(text: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, other = make_run(tmp_path / "run"), make_run(tmp_path / "other")
     (run / "config.yaml").write_text(text)
     code, told = answers(capsys, "report", str(run), str(other))
@@ -89,7 +90,7 @@ def test_a_configuration(text: str, tmp_path: pathlib.Path, capsys: pytest.Captu
 
 
 def test_a_configuration_reads_nothing_of_this_machine(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A_SECRET", "hunter2")
     run, other = make_run(tmp_path / "run"), make_run(tmp_path / "other")
@@ -102,7 +103,7 @@ def test_a_configuration_reads_nothing_of_this_machine(
     assert "hunter2" not in told
 
 
-def test_lines_of_metrics_that_are_none(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_metrics_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run")
     lines = ["[" * DEEP, "5", "{}", '{"step": "x"}', '{"step": 3, "loss": [1]}', "\xff", '{"step": 4, "loss": null}']
     with (run / "metrics.jsonl").open("a", encoding="latin1") as file:
@@ -111,14 +112,19 @@ def test_lines_of_metrics_that_are_none(tmp_path: pathlib.Path, capsys: pytest.C
     assert answers(capsys, "report", str(run), f"--out={tmp_path / 'plot.svg'}")[0] == 0
 
 
-def test_control_codes_of_a_file_are_shown_and_not_obeyed(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_control_codes_of_a_file_are_shown_and_not_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = "\x1b[2J\x1b]0;owned\x07\x9b2K\u202e\ud800quick"
-    _changed(experiment=name)(run := make_run(tmp_path / "run"))
+    _changed(experiment=name, schedule=name, recompute_mode="\U0001f600\x00")(run := make_run(tmp_path / "run"))
     code, told = answers(capsys, "report", str(run))
     assert code == 0
     assert r"# \x1b[2J\x1b]0;owned\x07\x9b2K\u202e\ud800quick: 2 steps" in told
+    assert "\U0001f600" in told
+    in_json = answers(capsys, "report", str(run), "--json")
+    _changed(format_version=name)(run)
+    refused = answers(capsys, "report", str(run))
+    assert (in_json[0], refused[0]) == (0, 2)
+    assert r"\x1b[2J" in refused[1]
+    assert not set(told + in_json[1] + refused[1]) & {*"\x00\x1b\x07\x9b\u202e"}
 
 
 PLANS = {
@@ -131,7 +137,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("text", PLANS.values(), ids=PLANS)
-def test_a_plan(text: str, tmp_path: pathlib.Path) -> None:
+def test_a_plan(text: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(DamagedFile, match=r"plan\.json cannot be read \(.*\); name another run"):
         read_plan(tmp_path / "plan.json")
@@ -148,7 +154,7 @@ PROFILES = {
 
 
 @pytest.mark.parametrize("text", PROFILES.values(), ids=PROFILES)
-def test_a_profile(text: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_profile(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "profile.json").write_text(text)
     with pytest.raises(ValueError, match=r"profile\.json cannot be read \(.*\); name another run"):
         read_profile(str(tmp_path))
@@ -167,13 +173,13 @@ WEIGHTS: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("damage", WEIGHTS.values(), ids=WEIGHTS)
-def test_weights(damage: Damage, tmp_path: pathlib.Path) -> None:
+def test_weights(damage: Damage, tmp_path: Path) -> None:
     damage(tmp_path)
     with pytest.raises(ValueError, match=r"cannot be read|there are no weights"):
         read_weights(tmp_path)
 
 
-def test_limits_of_the_reader(tmp_path: pathlib.Path) -> None:
+def test_limits_of_the_reader(tmp_path: Path) -> None:
     assert parse_json("[" * MOST_DEPTH + "]" * MOST_DEPTH)
     with pytest.raises(ValueError, match="nested deeper than 64"):
         parse_json("[" * (MOST_DEPTH + 1) + "]" * (MOST_DEPTH + 1))
@@ -183,7 +189,7 @@ def test_limits_of_the_reader(tmp_path: pathlib.Path) -> None:
     with pytest.raises(DamagedFile, match=r"large\.json cannot be read \(it has more than 268,435,456 bytes\); go"):
         read_json(tmp_path / "large.json", "go")
     with pytest.raises(DamagedFile, match=r"/dev/zero cannot be read \(it is no regular file\)"):
-        read_json(pathlib.Path("/dev/zero"), "go")
+        read_json(Path("/dev/zero"), "go")
 
 
 def test_values_that_no_field_has() -> None:

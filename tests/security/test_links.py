@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import pathlib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from pipetrain.monitor.claim import LOCK, check_unclaimed, claimed
 from pipetrain.monitor.lines import LineFile
 from pipetrain.monitor.report import write_report
 
-WRITERS: dict[str, Callable[[pathlib.Path], object]] = {
+WRITERS: dict[str, Callable[[Path], object]] = {
     "metrics.jsonl": lambda path: LineFile(path, 3).close(),
     "report.json": lambda path: write_report(path, REPORT),
     SINGLE: lambda path: write_shard(path, {"w": torch.ones(1)}),
@@ -27,14 +27,14 @@ WRITERS: dict[str, Callable[[pathlib.Path], object]] = {
 }
 
 
-def victim_of(link: pathlib.Path) -> pathlib.Path:
+def victim_of(link: Path) -> Path:
     victim = link.parent / "victim"
     victim.write_text("dear")
     link.symlink_to(victim)
     return victim
 
 
-def test_the_lock_of_a_run_folder(tmp_path: pathlib.Path) -> None:
+def test_the_lock_of_a_run_folder(tmp_path: Path) -> None:
     victim = victim_of(tmp_path / LOCK)
     with pytest.raises(ValueError, match=r"run\.lock cannot be opened there \(Too many levels of symbolic links\)"):
         check_unclaimed(str(tmp_path), again=False)
@@ -43,7 +43,7 @@ def test_the_lock_of_a_run_folder(tmp_path: pathlib.Path) -> None:
     assert victim.read_text() == "dear"
 
 
-def test_the_lock_of_a_folder_of_tokens(tmp_path: pathlib.Path) -> None:
+def test_the_lock_of_a_folder_of_tokens(tmp_path: Path) -> None:
     victim = victim_of(tmp_path / "tokens.lock")
     with pytest.raises(ValueError, match=r"tokens cannot be kept there \(Too many levels of symbolic links"):
         made_once(tmp_path / "tokens", lambda draft: None, timeout_seconds=1.0)
@@ -52,7 +52,7 @@ def test_the_lock_of_a_folder_of_tokens(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.parametrize("place", ["{}", ".{}.draft", "{}.draft"])
-def test_a_file_of_a_run_replaces_a_link(name: str, place: str, tmp_path: pathlib.Path) -> None:
+def test_a_file_of_a_run_replaces_a_link(name: str, place: str, tmp_path: Path) -> None:
     victim = victim_of(tmp_path / place.format(name))
     WRITERS[name](tmp_path / name)
     assert victim.read_text() == "dear"
@@ -60,7 +60,7 @@ def test_a_file_of_a_run_replaces_a_link(name: str, place: str, tmp_path: pathli
     assert not (tmp_path / name).is_symlink()
 
 
-def test_a_draft_that_leads_into_a_folder_leaves_the_folder(tmp_path: pathlib.Path) -> None:
+def test_a_draft_that_leads_into_a_folder_leaves_the_folder(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
     (kept / "dear").touch()
@@ -73,7 +73,7 @@ def test_a_draft_that_leads_into_a_folder_leaves_the_folder(tmp_path: pathlib.Pa
     assert os.listdir(kept) == ["dear"]
 
 
-def test_what_fails_leaves_the_file_as_it_was(tmp_path: pathlib.Path) -> None:
+def test_what_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("before")
 
     def fail() -> None:
@@ -87,7 +87,7 @@ def test_what_fails_leaves_the_file_as_it_was(tmp_path: pathlib.Path) -> None:
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_a_log_is_a_file(tmp_path: pathlib.Path) -> None:
+def test_a_log_is_a_file(tmp_path: Path) -> None:
     victim = victim_of(tmp_path / "link")
     os.mkfifo(tmp_path / "pipe")
     for name, reason in (("link", "symbolic links"), ("pipe", "no regular file")):
@@ -101,7 +101,7 @@ def test_a_log_is_a_file(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_writes_nothing_outside_its_folder(tmp_path: pathlib.Path) -> None:
+def test_a_run_writes_nothing_outside_its_folder(tmp_path: Path) -> None:
     """Every file that a run leaves is a link out of the folder when the same run begins in another one."""
     words = [*PIPETRAIN, "experiment=smoke", "steps=2", "snapshot.every_steps=2", "observe.progress=false"]
     first, second, outside = (tmp_path / name for name in ("first", "second", "outside"))
@@ -124,7 +124,7 @@ def test_a_run_writes_nothing_outside_its_folder(tmp_path: pathlib.Path) -> None
 # Caches ---------------------------------------------------------------------------------------------------------------
 
 
-def test_the_cache_is_for_the_user_alone(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_for_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
     assert user_cache("orders") == tmp_path / "new/pipetrain/orders"
     assert (tmp_path / "new/pipetrain").stat().st_mode & 0o777 == 0o700
@@ -141,7 +141,7 @@ def test_the_cache_is_for_the_user_alone(tmp_path: pathlib.Path, monkeypatch: py
     assert user_cache("orders") == tmp_path / ".cache/pipetrain/orders"
 
 
-def test_a_named_cache_is_not_for_everybody(tmp_path: pathlib.Path) -> None:
+def test_a_named_cache_is_not_for_everybody(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     folder.mkdir()
     for mode in (0o700, 0o2775):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import pathlib
 import re
 import shlex
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,50 +25,43 @@ def allocate(_: object) -> Outcome:
     raise AssertionError("so much memory is nowhere")
 
 
-def raising(error: Exception) -> Callable[[object], int]:
-    def fail(_: object) -> int:
-        raise error
+@pytest.fixture
+def line_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception, Path], str]:
+    """What `report` says where it raises, and the folder for temporary files is this one."""
 
-    return fail
+    def answer(error: Exception, folder: Path) -> str:
+        def fail(_: object) -> int:
+            raise error
+
+        monkeypatch.setattr("tempfile.tempdir", str(folder))
+        monkeypatch.setattr(report_command, "run", fail)
+        assert main(["report"]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return answer
 
 
 def test_an_error_that_nobody_foresaw_is_a_line_and_a_file(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    line_of: Callable[[Exception, Path], str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(report_command, "run", raising(LookupError("one\x1b[2J\ntwo")))
-    assert main(["report"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    line = line_of(LookupError("one\x1b[2J\ntwo"), tmp_path)
     (kept,) = tmp_path.iterdir()
     assert line == rf"pipetrain: LookupError: one\x1b[2J; this should not happen: please report it with {kept}"
     assert "in fail" in kept.read_text()
     assert kept.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_traceback_that_cannot_be_kept_is_said_too(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
-    monkeypatch.setattr(report_command, "run", raising(LookupError("one")))
-    assert main(["report"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    line = line_of(LookupError("one"), tmp_path / "gone")
     assert "its traceback cannot be kept (No such file or directory)" in line
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")], ids=repr)
-def test_a_command_without_memory(
-    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(report_command, "run", raising(error))
-    assert main(["report"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("pipetrain: out of memory (")
+def test_a_command_without_memory(error: Exception, line_of: Callable[[Exception, Path], str], tmp_path: Path) -> None:
+    assert line_of(error, tmp_path).startswith("pipetrain: out of memory (")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_commands_and_ranks_under_a_limit_of_memory(tmp_path: pathlib.Path) -> None:
+def test_commands_and_ranks_under_a_limit_of_memory(tmp_path: Path) -> None:
     """One line, whatever it is that does not fit: modules, the threads of a rank, or its tensors."""
     run = [*PIPETRAIN, "experiment=smoke", "pipeline.num_stages=2", "steps=2", "observe.progress=false"]
     words = shlex.join([*run, *make_text(tmp_path / "text")])

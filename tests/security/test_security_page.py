@@ -1,10 +1,10 @@
 """SECURITY.md names a test for each promise, and each is there."""
 
 import ast
-import pathlib
 import re
+from pathlib import Path
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "SECURITY.md").read_text()
 
 
