@@ -17,6 +17,7 @@ from small_text import make_text
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STEPS = 120
+SCRIPTS = {"LAUNCH": f"{ROOT}/launch", "PYTHON": sys.executable}  # as sbatch starts them
 PIPETRAIN = [sys.executable, "-m", "pipetrain.cli", "train"]
 # dropout, so that nothing random may be forgotten
 RUN = [
@@ -26,11 +27,9 @@ RUN = [
 JOB = ["cluster=slurm", "cluster.device=cpu", "cluster.num_nodes=2", "cluster.ranks_per_node=2"]
 
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.slurm,
-    pytest.mark.root,
+    pytest.mark.slow, pytest.mark.slurm, pytest.mark.root,
     pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +56,18 @@ def undisturbed(text: list[str], tmp_path_factory: pytest.TempPathFactory) -> li
 
 
 def undisturbed_losses(folder: pathlib.Path, *options: str) -> list[float]:
-    command = [*PIPETRAIN, *RUN, *options, "run_dir=run"]
-    done = subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
+    said_by(folder, *PIPETRAIN, *RUN, *options, "run_dir=run", seconds=200)
     return losses(folder / "run")
+
+
+def said_by(
+    folder: pathlib.Path, *command: str, cluster: Cluster | None = None, seconds: float = 60, **variables: str
+) -> str:
+    """What a command prints that ends well."""
+    given = {**environment(cluster), **variables}
+    done = subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, check=False, timeout=seconds)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def environment(cluster: Cluster | None = None) -> dict[str, str]:
@@ -72,12 +77,8 @@ def environment(cluster: Cluster | None = None) -> dict[str, str]:
 
 def submit(cluster: Cluster, run: pathlib.Path, *options: str) -> str:
     """Submits a run with `pipetrain train cluster=slurm`; returns the job's number."""
-    command = [*PIPETRAIN, *RUN, *JOB, f"run_dir={run}", *options, "--json"]
-    done = subprocess.run(
-        command, cwd=run.parent, env=environment(cluster), capture_output=True, text=True, check=False, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    return str(json.loads(done.stdout)["job"])
+    typed = [*PIPETRAIN, *RUN, *JOB, f"run_dir={run}", *options, "--json"]
+    return str(json.loads(said_by(run.parent, *typed, cluster=cluster))["job"])
 
 
 def metrics(run: pathlib.Path) -> list[dict[str, Any]]:
@@ -151,20 +152,6 @@ def commands(having: bytes = b"") -> list[str]:
     return found
 
 
-def test_four_stages_on_two_nodes(
-    cluster: Cluster, undisturbed: list[float], text: list[str], tmp_path: pathlib.Path
-) -> None:
-    run = tmp_path / "run"
-    job = submit(cluster, run, *text)
-    seconds = wait_for_steps(run, 1)
-    print(f"\nfrom sbatch to the first step: {seconds:.1f} s")
-    assert wait_for_the_end(cluster, job, run) == "COMPLETED 0:0", log(run)
-    assert losses(run) == undisturbed
-    assert f"step {STEPS}/{STEPS}" in log(run)
-    assert "\r" not in log(run)
-    assert log(run).count("run folder: ") == 1
-
-
 def test_usr1_saves_and_puts_back_and_the_run_goes_on_exactly(
     cluster: Cluster, undisturbed: list[float], text: list[str], tmp_path: pathlib.Path
 ) -> None:
@@ -178,27 +165,12 @@ def test_usr1_saves_and_puts_back_and_the_run_goes_on_exactly(
     assert saved >= 10
     assert wait_for_the_end(cluster, job, run) == "COMPLETED 0:0", log(run)
     assert losses(run) == undisturbed
-    text = log(run)
-    assert text.count("stopped by SIGUSR1") == 1, text
-    assert f"job {job} waits in the queue again" in text
-    assert f"going on from {run}/snapshots/step-{saved:08d}" in text
-
-
-def test_a_node_that_goes_down_costs_the_steps_since_the_last_snapshot(
-    cluster: Cluster, undisturbed: list[float], text: list[str], tmp_path: pathlib.Path
-) -> None:
-    run = tmp_path / "run"
-    job = submit(cluster, run, *text)
-    wait_for_steps(run, 20)
-    cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
-    wait_for_state(cluster, job, "PENDING", seconds=60)
-    wait_for(lambda: not processes_of(run), 60, "processes are left")
-    if "down" in cluster.run("sinfo", "--noheader", "--nodes=n2", "--format=%t"):  # else it has come back by itself
-        cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME")
-    start_at_once(cluster, job)
-    assert wait_for_the_end(cluster, job, run) == "COMPLETED 0:0", log(run)
-    assert losses(run) == undisturbed
-    assert "going on from" in log(run)
+    said = log(run)
+    assert said.count("stopped by SIGUSR1") == 1, said
+    for words in (f"job {job} waits in the queue again", f"going on from {run}/snapshots/step-{saved:08d}"):
+        assert words in said
+    assert f"step {STEPS}/{STEPS}" in said
+    assert "\r" not in said
 
 
 def test_replicas_go_on_on_the_node_that_is_left(cluster: Cluster, text: list[str], tmp_path: pathlib.Path) -> None:
@@ -253,17 +225,9 @@ def test_a_job_that_gets_nowhere_gives_up(cluster: Cluster, text: list[str], tmp
 def test_an_array_trains_a_line_per_task(cluster: Cluster, text: list[str], tmp_path: pathlib.Path) -> None:
     (tmp_path / "sweep.txt").write_text("seed=1 recompute=inline\nseed=2 'optim.betas=[0.9, 0.99]'\n")
     common = [*RUN, *text, "steps=10", "pipeline.num_stages=2"]
-    variables = {
-        "LAUNCH": f"{ROOT}/launch",
-        "PYTHON": sys.executable,
-        "RANKS_PER_NODE": "2",
-        "SWEEP_DIR": str(tmp_path),
-    }
-    done = subprocess.run(
-        ["sbatch", "--parsable", "--array=0-2", f"{ROOT}/launch/slurm_array.sbatch", "sweep.txt", *common],
-        cwd=tmp_path, env={**environment(cluster), **variables}, capture_output=True, text=True, check=True, timeout=60,
-    )  # fmt: skip
-    job = done.stdout.strip()
+    array = ["sbatch", "--parsable", "--array=0-2", f"{ROOT}/launch/slurm_array.sbatch", "sweep.txt"]
+    variables = {**SCRIPTS, "RANKS_PER_NODE": "2", "SWEEP_DIR": str(tmp_path)}
+    job = said_by(tmp_path, *array, *common, cluster=cluster, **variables).strip()
     wait_for(lambda: not cluster.run("squeue", "--noheader", f"--jobs={job}"), 120, "the array is not done")
     logs = [(tmp_path / f"slurm-{job}_{task}.log").read_text() for task in range(3)]
     for task, line in enumerate(["seed: 1\n", "- 0.99\n"]):
@@ -274,12 +238,8 @@ def test_an_array_trains_a_line_per_task(cluster: Cluster, text: list[str], tmp_
 
 def test_a_mistake_in_the_job_is_not_tried_again(cluster: Cluster, text: list[str], tmp_path: pathlib.Path) -> None:
     """Typed with sbatch, nobody has checked it before."""
-    variables = {"LAUNCH": f"{ROOT}/launch", "PYTHON": sys.executable, "RUN_DIR": str(tmp_path / "run")}
-    done = subprocess.run(
-        ["sbatch", "--parsable", "--nodes=2", f"{ROOT}/launch/slurm.sbatch", *RUN, *text, "pipeline.num_stages=3"],
-        cwd=tmp_path, env={**environment(cluster), **variables}, capture_output=True, text=True, check=True, timeout=60,
-    )  # fmt: skip
-    job = done.stdout.strip()
+    sbatch = ["sbatch", "--parsable", "--nodes=2", f"{ROOT}/launch/slurm.sbatch", *RUN, *text, "pipeline.num_stages=3"]
+    job = said_by(tmp_path, *sbatch, cluster=cluster, **SCRIPTS, RUN_DIR=str(tmp_path / "run")).strip()
     assert wait_for_the_end(cluster, job, tmp_path) == "FAILED 2:0"
     assert "make 2 ranks, but pipeline.num_stages=3" in (tmp_path / f"slurm-{job}.log").read_text()
 
@@ -289,11 +249,7 @@ def test_a_sweep_through_submitit_is_a_job_of_slurm_per_run(
 ) -> None:
     sweep = ["--multirun", "seed=1,2", "hydra/launcher=submitit_slurm", "hydra.sweep.dir=sweep"]
     small = ["experiment=smoke", *text, "steps=5", "hydra.launcher.mem_gb=1", "hydra.launcher.timeout_min=5"]
-    done = subprocess.run(
-        [*PIPETRAIN, *sweep, *small],
-        cwd=tmp_path, env=environment(cluster), capture_output=True, text=True, check=False, timeout=150,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    said_by(tmp_path, *PIPETRAIN, *sweep, *small, cluster=cluster, seconds=150)
     for number in range(2):
         run = tmp_path / "sweep" / str(number)
         assert len(metrics(run)) == 5
