@@ -65,6 +65,7 @@ def named_by_all(outcomes: list[Outcome], lost: int, says: str) -> None:
         ("replicas alone", 2, "0F1"),
         ("replica-stage", 0, "0F1"),
         ("replica-stage", 3, "1REDUCE_GRAD.0"),
+        ("replicas alone", 0, "0REDUCE_GRAD.0"),
     ],
 )
 def test_a_rank_that_is_killed_is_named_by_every_survivor(order: str, lost: int, op: str) -> None:
