@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from one_rank import make_stages, run_step, twins
 from rounding import rounding
 from torch import Tensor, nn
-from waiting_layers import WIDTH, M, autocast, linear, mean_square, rows
+from waiting_layers import WIDTH, M, Scale, autocast, linear, mean_square, rows
 
 from pipetrain.runtime.reference import reference_step
 from pipetrain.stage.errors import SavedTensorChanged
 from pipetrain.stage.meter import ActivationMeter
-from pipetrain.stage.split_backward import SplitFunction, accumulate
+from pipetrain.stage.split_backward import accumulate
 from pipetrain.stage.split_linear import linears_split
 from pipetrain.stage.stage import Stage
 
@@ -158,26 +158,21 @@ def test_a_gradient_is_added_as_autograd_adds_it() -> None:
 def test_a_function_of_one_s_own_may_have_a_third_kernel_for_the_whole() -> None:
     calls: list[str] = []
 
-    class Kernels(SplitFunction):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x * weight
-
+    class Kernels(Scale):
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
             calls.append("whole")
             return gradient, (gradient * ctx.saved_tensors[0]).sum(0)
 
         @staticmethod
-        def backward_input(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        def backward_input(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
             calls.append("input")
-            return gradient, None
+            return Scale.backward_input(ctx, gradient)
 
         @staticmethod
-        def backward_weight(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        def backward_weight(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
             calls.append("weight")
-            return None, (gradient * ctx.saved_tensors[0]).sum(0)
+            return Scale.backward_weight(ctx, gradient)
 
     class Layer(nn.Module):
         def __init__(self) -> None:
