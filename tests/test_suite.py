@@ -1,18 +1,18 @@
 """What the suite itself promises."""
 
 import os
-import pathlib
 import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from left_over import OTHERS
 from mutants.table import MUTANTS
 from shares import RUN_IF_CHANGED, always_runs, in_turn, long_first
 
-TESTS = pathlib.Path(__file__).parent
+TESTS = Path(__file__).parent
 SKIPPED = """
 import pytest
 
@@ -27,7 +27,7 @@ def test_without():
 
 @pytest.mark.parametrize(("promised", "ended"), [("1", "1 failed, 1 skipped"), ("", "2 skipped")])
 def test_where_rights_are_promised_a_test_that_needs_them_is_not_left_out(
-    promised: str, ended: str, tmp_path: pathlib.Path
+    promised: str, ended: str, tmp_path: Path
 ) -> None:
     (tmp_path / "test_skipped.py").write_text(SKIPPED)
     said = pytest_in(tmp_path, PIPETRAIN_NEEDS_ROOT=promised)
@@ -58,30 +58,6 @@ def test_long_tests_begin_first_in_each_worker() -> None:
     assert order[len(paths) // 2] == 8
     assert long_first(paths, 1) == [0, 1, 8, *range(2, 8), 9]
     assert long_first([], 3) == []
-
-
-SLOW = """
-import pytest
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", range(7))
-def test_slow(row):
-    pass
-
-def test_quick():
-    pass
-"""
-
-
-def test_a_turn_has_a_share_of_the_slow_tests(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "test_many.py").write_text(SLOW)
-    done = pytest_in(tmp_path, "-v", "--turns=3")
-    ran = {line.split()[0].partition("::")[2] for line in done.splitlines() if " PASSED" in line}
-    due = [f"test_slow[{row}]" for row in range(7)]
-    found = [due.index(name) for name in due if name in ran]
-    assert found == list(range(found[0], len(due), 3)), done
-    assert "test_quick" in ran
-    assert f"{len(due) - len(found)} deselected" in done.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +97,7 @@ import os, pathlib, subprocess, sys, tempfile
 
 def test_leaves():
     tempfile.mkstemp(prefix="forgotten-")
-    pathlib.Path(f"/dev/shm/torch_forgotten_{os.getpid()}").touch()
+    Path(f"/dev/shm/torch_forgotten_{os.getpid()}").touch()
     code = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print('listens', flush=True); time.sleep(60)"
     left = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert left.stdout.readline()
@@ -131,7 +107,7 @@ def test_leaves_nothing(tmp_path):
 """
 
 
-def test_a_run_that_leaves_something_behind_fails(tmp_path: pathlib.Path) -> None:
+def test_a_run_that_leaves_something_behind_fails(tmp_path: Path) -> None:
     (tmp_path / "test_left.py").write_text(LEAVES)
     assert pytest_in(tmp_path, "-k", "nothing").splitlines()[-1].strip("= ").startswith("1 passed")
     found = pytest_in(tmp_path, "-k", "not nothing", LEFT_OVER_PATIENCE_SECONDS="0.2")
@@ -143,29 +119,33 @@ def test_a_run_that_leaves_something_behind_fails(tmp_path: pathlib.Path) -> Non
     finally:
         for pid in re.findall(r"process (\d+)", found):
             os.kill(int(pid), signal.SIGKILL)
-        for path in pathlib.Path("/dev/shm").glob("torch_forgotten_*"):
+        for path in Path("/dev/shm").glob("torch_forgotten_*"):
             path.unlink()
 
 
-QUICK = """
+ROWS = """
 import pytest
 
-@pytest.mark.quick("1-b", "2-a")
-@pytest.mark.parametrize("word", ["a", "b"])
-@pytest.mark.parametrize("number", [1, 2])
-def test_product(number, word):
+@pytest.mark.quick("7")
+@pytest.mark.parametrize("row", range(8))
+def test_row(row):
     pass
 """
 
 
-def test_rows_that_are_not_named_as_quick_are_slow(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "test_rows.py").write_text(QUICK)
-    assert "2 passed, 2 deselected" in pytest_in(tmp_path, "-m", "not slow")
-    (tmp_path / "test_rows.py").write_text(QUICK.replace("2-a", "2-c"))
-    assert "test_product: there is no row '2-c'; rows are 1-a, 1-b, 2-a, 2-b" in pytest_in(tmp_path)
+def test_rows_that_are_not_named_as_quick_are_slow_and_a_turn_has_a_share_of_them(tmp_path: Path) -> None:
+    file = tmp_path / "test_rows.py"
+    file.write_text(ROWS)
+    assert "1 passed, 7 deselected" in pytest_in(tmp_path, "-m", "not slow")
+    done = pytest_in(tmp_path, "-v", "--turns=3")
+    found = [row for row in range(8) if f"test_row[{row}] PASSED" in done]
+    assert found == [*range(found[0], 7, 3), 7], done
+    assert f"{8 - len(found)} deselected" in done.splitlines()[-1]
+    file.write_text(ROWS.replace('"7"', '"8"'))
+    assert "test_row: there is no row '8'; rows are 0, 1, 2" in pytest_in(tmp_path)
 
 
-def pytest_in(folder: pathlib.Path, *words: str, **variables: str) -> str:
+def pytest_in(folder: Path, *words: str, **variables: str) -> str:
     """What pytest prints of the tests in `folder`, which has this folder's conftest."""
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-c", os.devnull]
     around = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}

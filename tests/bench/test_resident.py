@@ -14,7 +14,7 @@ LEAST_SET = 200e6
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("model", "share"), [("perceptron", 2), ("gpt2", 1), ("convolutions", 1)])
+@pytest.mark.parametrize(("model", "share"), [("perceptron", 2), ("gpt2", 2), ("convolutions", 1)])
 def test_a_process_grows_by_what_the_meter_counts(model: str, share: int) -> None:
     """`python -m benchmarks.resident` looks at all models, with `--mode=never` at sets that are kept."""
     found = measure(model, "overlap", share=share)
