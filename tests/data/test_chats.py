@@ -45,6 +45,17 @@ def tokenizer_of(folder: pathlib.Path, template: str | None, counted: str = "ans
     return made
 
 
+def config_of(folder: pathlib.Path, rows: list[Any], **more: Any) -> DataConfig:
+    """Of a file of these rows, a sample each."""
+    save_tokenizer(folder / "tokenizer", MARKED)
+    (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    files = {"path": "chat.jsonl", "tokenizer": "tokenizer", "cache_dir": "cache"}
+    where = {key: str(folder / file) for key, file in files.items()}
+    return DataConfig(
+        **{"name": "jsonl", "layout": "padded", "global_batch_size": 1, "eval_fraction": 0.0, **where, **more}
+    )
+
+
 def chat(messages: Any = MESSAGES) -> Document:
     return Document({"messages": messages}, (0, 1), 1, False)
 
@@ -111,26 +122,11 @@ def test_a_chat_begins_once(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_chat_without_an_answer_is_told(tmp_path: pathlib.Path) -> None:
-    save_tokenizer(tmp_path / "tokenizer", MARKED)
-    rows = [
-        {"messages": MESSAGES},
-        {"messages": MESSAGES[:1]},
-        {"messages": MESSAGES},
-        {"messages": [{"role": "user"}]},
-    ]
-    (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    config = DataConfig(
-        name="jsonl",
-        path=str(tmp_path / "chat.jsonl"),
-        tokenizer=str(tmp_path / "tokenizer"),
-        cache_dir=str(tmp_path / "cache"),
-        sequence_length=64,
-        eval_fraction=0.0,
-    )
+    chats = (MESSAGES, MESSAGES[:1], MESSAGES, [{"role": "user"}])
+    config = config_of(tmp_path, [{"messages": messages} for messages in chats], layout=None, sequence_length=64)
     with pytest.raises(ValueError, match=r"chat\.jsonl:2: it has no token that counts .*data\.on_error=skip"):
         make_data(config, 0)
-    skipping = DataConfig(**{**vars(config), "on_error": "skip"})
-    data = make_data(skipping, 0)
+    data = make_data(dataclasses.replace(config, on_error="skip"), 0)
     assert data.num_skipped == 2
     assert data.first_skipped is not None
     assert "chat.jsonl:2" in data.first_skipped
@@ -140,19 +136,7 @@ def test_a_chat_without_an_answer_is_told(tmp_path: pathlib.Path) -> None:
 
 def test_targets_are_masked_by_length_and_not_by_token(tmp_path: pathlib.Path) -> None:
     """The token that fills up is the one that ends an answer, and answers learn to end."""
-    save_tokenizer(tmp_path / "tokenizer", MARKED)
-    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": MESSAGES}))
-    config = DataConfig(
-        name="jsonl",
-        path=str(tmp_path / "chat.jsonl"),
-        tokenizer=str(tmp_path / "tokenizer"),
-        cache_dir=str(tmp_path / "cache"),
-        layout="padded",
-        global_batch_size=1,
-        sequence_length=32,
-        eval_fraction=0.0,
-    )
-    data = make_data(config, 0)
+    data = make_data(config_of(tmp_path, [{"messages": MESSAGES}], sequence_length=32), 0)
     assert data.tokenizer is not None
     assert data.tokenizer.pad_token == 1
     inputs, targets = data.train.batch(0)
@@ -162,19 +146,8 @@ def test_targets_are_masked_by_length_and_not_by_token(tmp_path: pathlib.Path) -
     assert torch.equal(targets >= 0, torch.tensor([[5 <= at <= 7 or 15 <= at <= 18 for at in range(32)]]))
 
 
-def padded(folder: pathlib.Path, rows: list[Any], **more: Any) -> DataConfig:
-    """A file of these rows, a sample each."""
-    save_tokenizer(folder / "tokenizer", MARKED)
-    (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    where = {
-        name: str(folder / file)
-        for name, file in (("path", "chat.jsonl"), ("tokenizer", "tokenizer"), ("cache_dir", "cache"))
-    }
-    return DataConfig(name="jsonl", layout="padded", global_batch_size=1, eval_fraction=0.0, **where, **more)
-
-
 def test_a_chat_that_is_too_long_is_cut_where_that_is_wanted(tmp_path: pathlib.Path) -> None:
-    config = padded(tmp_path, [{"messages": MESSAGES}], sequence_length=8)
+    config = config_of(tmp_path, [{"messages": MESSAGES}], sequence_length=8)
     with pytest.raises(
         ValueError, match=r"it has 21 tokens, more than .*=8; .*=21 takes all, data\.truncate=true cuts it"
     ):
@@ -195,13 +168,13 @@ def test_rows_of_sharegpt_are_chats(tmp_path: pathlib.Path) -> None:
     turns = [("human", "Hi"), ("gpt", "Paris"), ("human", "Why?"), ("gpt", "It is")]
     row = {"conversations": [{"from": who, "value": text} for who, text in turns], "id": 3}
     ours, theirs = (
-        make_data(padded(tmp_path / name, [one], sequence_length=32), 0).train.batch(0)
+        make_data(config_of(tmp_path / name, [one], sequence_length=32), 0).train.batch(0)
         for name, one in (("ours", {"messages": MESSAGES}), ("theirs", row))
     )
     assert torch.equal(ours.targets, theirs.targets)
     assert torch.equal(ours.inputs["input_ids"], theirs.inputs["input_ids"])
     with pytest.raises(ValueError, match=r"chat\.jsonl:1: message 1 of `conversations` is no object with the texts"):
-        make_data(padded(tmp_path, [{"conversations": [row["conversations"][0], {"from": "gpt"}]}]), 0)
+        make_data(config_of(tmp_path, [{"conversations": [row["conversations"][0], {"from": "gpt"}]}]), 0)
 
 
 def test_a_chat_that_begins_with_an_answer_is_one_bad_document(tmp_path: pathlib.Path) -> None:

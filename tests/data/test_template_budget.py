@@ -114,17 +114,21 @@ def test_what_templates_of_chat_models_do_stays_as_it_is() -> None:
     )
 
 
+def words_to_tokenize(folder: pathlib.Path, harm: str) -> list[str]:
+    """Of three chats in a.jsonl, the second of which meets `harm` in the template."""
+    tokenizer = save_tokenizer(folder / "tokenizer", f"{{% if messages|length > 2 %}}{harm}{{% endif %}}" + PLAIN)
+    good = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    (folder / "a.jsonl").write_text(good + good.replace("[{", '[{"role": "user", "content": "c"}, {') + good)
+    return ["tokenize", str(folder / "a.jsonl"), f"data.tokenizer={tokenizer}", "data.assistant_only_loss=false"]
+
+
 def test_the_command_names_the_line_and_goes_on_where_it_may(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    template = "{% if messages|length > 2 %}{{ 'a' * 10**11 }}{% endif %}" + PLAIN
-    tokenizer = save_tokenizer(tmp_path / "tokenizer", template)
-    good = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
-    (tmp_path / "a.jsonl").write_text(good + good.replace("[{", '[{"role": "user", "content": "c"}, {') + good)
-    words = ["tokenize", str(tmp_path / "a.jsonl"), f"data.tokenizer={tokenizer}", "data.assistant_only_loss=false"]
+    words = words_to_tokenize(tmp_path, "{{ 'a' * 10**11 }}")
     code, told = answers(capsys, *words, f"--out={tmp_path / 'tokens'}")
     assert code == 2
-    assert f"{tmp_path / 'a.jsonl'}:2: the chat template of {tokenizer} does not take it ({SIZE})" in told
+    assert f"{tmp_path / 'a.jsonl'}:2: the chat template of {tmp_path / 'tokenizer'} does not take it ({SIZE})" in told
     code, told = answers(capsys, *words, "data.on_error=skip", f"--out={tmp_path / 'tokens'}")
     assert code == 0
     assert "1 were skipped, the first: " in told
@@ -134,11 +138,7 @@ def test_time_ends_the_command_and_skips_nothing(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_template, "MOST_SECONDS", 0.0)
-    slow = "{% if messages|length > 2 %}" + LOOP + 5 * "{{ messages }}" + "{% endfor %}{% endif %}"
-    tokenizer = save_tokenizer(tmp_path / "tokenizer", slow + PLAIN)
-    good = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
-    (tmp_path / "a.jsonl").write_text(good + good.replace("[{", '[{"role": "user", "content": "c"}, {') + good)
-    words = ["tokenize", str(tmp_path / "a.jsonl"), f"data.tokenizer={tokenizer}", "data.assistant_only_loss=false"]
+    words = words_to_tokenize(tmp_path, LOOP + 5 * "{{ messages }}" + "{% endfor %}")
     code, told = answers(capsys, *words, "data.on_error=skip", f"--out={tmp_path / 'tokens'}")
     assert code == 2
     assert f"{tmp_path / 'a.jsonl'}:2: its chat template takes more than 0 s; leave it out" in told

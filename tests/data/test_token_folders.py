@@ -49,6 +49,10 @@ def write_lines(path: pathlib.Path, texts: Sequence[str] = LINES) -> str:
     return str(path)
 
 
+def lines_of(folder: pathlib.Path, texts: Sequence[str] = LINES, **fields: Any) -> DataConfig:
+    return config_of(folder, name="jsonl", path=write_lines(folder / "a.jsonl", texts), **fields)
+
+
 def train_part(config: DataConfig) -> TokenPart:
     made = make_tokenizer(config)
     assert made is not None
@@ -65,9 +69,7 @@ def batches(data: Data, steps: Sequence[int] = range(12)) -> list[list[Any]]:
 
 
 def test_a_text_begins_and_ends(tokenizer: str, tmp_path: pathlib.Path) -> None:
-    config = config_of(
-        tmp_path, name="jsonl", path=write_lines(tmp_path / "a.jsonl"), tokenizer=tokenizer, eval_fraction=0.0
-    )
+    config = lines_of(tmp_path, tokenizer=tokenizer, eval_fraction=0.0)
     part, made = train_part(config), make_tokenizer(config)
     assert made is not None
     assert part.tokens.dtype == np.uint16
@@ -101,13 +103,12 @@ def test_a_line_that_never_ends_is_cut_between_characters(monkeypatch: pytest.Mo
 
 
 def test_text_of_gz_and_globs_is_the_same(tokenizer: str, tmp_path: pathlib.Path) -> None:
-    (tmp_path / "text").mkdir()
+    for folder in ("text", "packed"):
+        (tmp_path / folder).mkdir()
     for name in "ab":
-        (tmp_path / "text" / f"{name}.txt").write_text(f"Hello {name}\n" * 50)
-    (tmp_path / "packed").mkdir()
-    for name in "ab":
-        content = gzip.compress((tmp_path / "text" / f"{name}.txt").read_bytes())
-        (tmp_path / "packed" / f"{name}.txt.gz").write_bytes(content)
+        content = (f"Hello {name}\n" * 50).encode()
+        (tmp_path / "text" / f"{name}.txt").write_bytes(content)
+        (tmp_path / "packed" / f"{name}.txt.gz").write_bytes(gzip.compress(content))
     for kind in ("byte", tokenizer):
         plain, packed, globbed = (
             make_data(config_of(tmp_path, name="text", path=str(tmp_path / path), tokenizer=kind), 0)
@@ -165,10 +166,8 @@ def held_texts(config: DataConfig) -> tuple[list[str], list[str]]:
 
 
 def test_documents_are_held_out_by_what_they_hold(tmp_path: pathlib.Path) -> None:
-    one = config_of(tmp_path, name="jsonl", path=write_lines(tmp_path / "a.jsonl"), eval_fraction=0.25)
-    other = config_of(
-        tmp_path, name="jsonl", path=write_lines(tmp_path / "b.jsonl", LINES[::-1] + LINES[:5]), eval_fraction=0.25
-    )
+    one = lines_of(tmp_path, eval_fraction=0.25)
+    other = dataclasses.replace(one, path=write_lines(tmp_path / "b.jsonl", LINES[::-1] + LINES[:5]))
     train, heldout = held_texts(one)
     assert (len(train), len(heldout)) == (30, 10)
     assert set(held_texts(other)[1]) == set(heldout)
@@ -177,7 +176,7 @@ def test_documents_are_held_out_by_what_they_hold(tmp_path: pathlib.Path) -> Non
 
 def test_few_documents_hold_out_one(tmp_path: pathlib.Path) -> None:
     for count in (2, 5):
-        config = config_of(tmp_path, name="jsonl", path=write_lines(tmp_path / "a.jsonl", LINES[:count]))
+        config = lines_of(tmp_path, LINES[:count])
         assert list(map(len, held_texts(config))) == [count - 1, 1]
 
 
@@ -187,8 +186,8 @@ def test_a_heldout_part_of_its_own(name: str, tokenizer: str, tmp_path: pathlib.
         paths = write_lines(tmp_path / "a.jsonl"), write_lines(tmp_path / "b.jsonl", ["Something else that is long."])
     else:
         paths = str(tmp_path / "a.txt"), str(tmp_path / "b.txt")
-        for path, text in zip(paths, (LINES[0] * 30, LINES[1] * 30), strict=True):
-            pathlib.Path(path).write_text(text)
+        for path, text in zip(paths, LINES):
+            pathlib.Path(path).write_text(text * 30)
     config = config_of(tmp_path, name=name, path=paths[0], eval_path=paths[1], tokenizer=tokenizer)
     data = make_data(config, 0)
     made = make_tokenizer(config)
@@ -230,16 +229,13 @@ def sources(folder: pathlib.Path, tokenizer: str) -> dict[str, DataConfig]:
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "I am fine"}]
     (folder / "chat.jsonl").write_text("\n".join(json.dumps({"messages": chat * (n % 3 + 1)}) for n in range(20)))
     hf = {"name": "hf", "path": str(folder / "saved"), "tokenizer": tokenizer}
+    long = {"tokenizer": tokenizer, "sequence_length": 64}
     return {
         "text": config_of(folder, name="text", path=str(folder / "a.txt"), tokenizer=tokenizer),
         "jsonl": config_of(folder, name="jsonl", path=lines, tokenizer=tokenizer),
         "jsonl as bytes": config_of(folder, name="jsonl", path=lines),
-        "documents": config_of(
-            folder, name="jsonl", path=lines, tokenizer=tokenizer, layout="packed", sequence_length=64
-        ),
-        "chats": config_of(
-            folder, name="jsonl", path=str(folder / "chat.jsonl"), tokenizer=tokenizer, sequence_length=64
-        ),
+        "documents": config_of(folder, name="jsonl", path=lines, layout="packed", **long),
+        "chats": config_of(folder, name="jsonl", path=str(folder / "chat.jsonl"), **long),
         "hf": config_of(folder, **hf),
         "hf, a split held out": config_of(folder, eval_split="test", **hf),
         "memmap": config_of(folder, name="memmap", path=str(folder / "train.bin"), tokenizer=None),
@@ -271,13 +267,8 @@ def test_a_split_that_is_not_there(tokenizer: str, tmp_path: pathlib.Path) -> No
 def test_ids_of_a_bin_file(tmp_path: pathlib.Path) -> None:
     np.arange(400, dtype=np.uint32).tofile(tmp_path / "train.bin")
     np.arange(100, dtype=np.uint32).tofile(tmp_path / "val.bin")
-    config = config_of(
-        tmp_path,
-        name="memmap",
-        path=str(tmp_path / "train.bin"),
-        item_type="uint32",
-        eval_path=str(tmp_path / "val.bin"),
-    )
+    paths = {"path": str(tmp_path / "train.bin"), "eval_path": str(tmp_path / "val.bin")}
+    config = config_of(tmp_path, name="memmap", item_type="uint32", **paths)
     data = make_data(dataclasses.replace(config, tokenizer=None), 0)
     assert data.vocabulary_size == 400
     assert num_counted(data.heldout) == 96
@@ -294,17 +285,15 @@ def test_ids_of_a_bin_file(tmp_path: pathlib.Path) -> None:
 def test_what_is_cached_is_not_tokenized_again(
     tokenizer: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of(tmp_path, name="jsonl", path=write_lines(tmp_path / "a.jsonl"), tokenizer=tokenizer)
+    config = lines_of(tmp_path, tokenizer=tokenizer)
     expected = batches(make_data(config, 0))
     with monkeypatch.context() as patched:
         patched.setattr(tokenizing, "PartWriter", lambda *_, **__: pytest.fail("tokenized again"))
         assert batches(make_data(config, 0)) == expected
         assert make_data(dataclasses.replace(config, sequence_length=8), 0).train.samples_per_epoch > 0
     changed = save_tokenizer(tmp_path / "other", template=None)
-    assert (
-        make_data(dataclasses.replace(config, tokenizer=str(changed)), 0).fingerprint
-        != make_data(config, 0).fingerprint
-    )
+    other = dataclasses.replace(config, tokenizer=str(changed))
+    assert make_data(other, 0).fingerprint != make_data(config, 0).fingerprint
     write_lines(tmp_path / "a.jsonl", LINES[:-1])
     assert batches(make_data(config, 0)) != expected
 
@@ -319,7 +308,7 @@ print(make_data(DataConfig(**json.loads(sys.argv[1])), 0).fingerprint)
 
 @pytest.mark.slow
 def test_processes_that_make_the_same_at_once(tmp_path: pathlib.Path) -> None:
-    config = config_of(tmp_path, name="jsonl", path=write_lines(tmp_path / "a.jsonl", LINES * 50))
+    config = lines_of(tmp_path, LINES * 50)
     command = [sys.executable, "-c", MAKER, json.dumps(vars(config))]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     said = {process.communicate(timeout=120)[0] for process in processes}
@@ -346,7 +335,7 @@ def test_a_file_system_without_locks(tmp_path: pathlib.Path, monkeypatch: pytest
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(fcntl, "flock", no_lock)
-    config = config_of(tmp_path, name="jsonl", path=write_lines(tmp_path / "a.jsonl", LINES))
+    config = lines_of(tmp_path)
     with pytest.raises(ValueError, match=rf"tokens cannot be kept there \({os.strerror(error)}\); choose another"):
         make_data(config, 0)
 
@@ -373,13 +362,13 @@ def test_what_fails_leaves_nothing(tmp_path: pathlib.Path) -> None:
 
 def test_a_folder_that_may_not_be_written(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("")
-    config = config_of(tmp_path, name="jsonl", path=write_lines(tmp_path / "a.jsonl"), cache_dir=str(tmp_path / "file"))
+    config = lines_of(tmp_path, cache_dir=str(tmp_path / "file"))
     with pytest.raises(ValueError, match=r"data\.cache_dir=.*file: tokens cannot be kept there \(.*\); choose another"):
         make_data(config, 0)
 
 
 def test_a_folder_of_tokens_that_was_cut(tmp_path: pathlib.Path) -> None:
-    config = config_of(tmp_path, name="jsonl", path=write_lines(tmp_path / "a.jsonl"))
+    config = lines_of(tmp_path)
     make_data(config, 0)
     (tokens,) = (tmp_path / "cache").glob("*/train/tokens.bin")
     tokens.write_bytes(tokens.read_bytes()[:-1])
@@ -425,7 +414,7 @@ def test_tokenize_ahead_is_what_train_finds(
 
 
 def test_what_is_not_installed(tokenizer: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = config_of(tmp_path, name="jsonl", path=write_lines(tmp_path / "a.jsonl"), tokenizer=tokenizer)
+    lines = lines_of(tmp_path, tokenizer=tokenizer)
     rows = config_of(tmp_path, name="hf", path=str(tmp_path))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for config, missing in ((lines, "transformers"), (rows, "datasets")):
@@ -436,7 +425,7 @@ def test_what_is_not_installed(tokenizer: str, tmp_path: pathlib.Path, monkeypat
 @pytest.mark.slow
 def test_nothing_of_transformers_is_loaded_to_train_on_what_is_cached(tokenizer: str, tmp_path: pathlib.Path) -> None:
     """It takes seconds, in each rank."""
-    config = config_of(tmp_path, name="jsonl", path=write_lines(tmp_path / "a.jsonl"), tokenizer=tokenizer)
+    config = lines_of(tmp_path, tokenizer=tokenizer)
     make_data(config, 0)
     code = MAKER + "assert not {'transformers', 'tokenizers', 'datasets', 'huggingface_hub'} & sys.modules.keys()"
     done = subprocess.run([sys.executable, "-c", code, json.dumps(vars(config))], check=False, timeout=120)

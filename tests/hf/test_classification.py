@@ -53,8 +53,10 @@ def losses_of(model: Any, inputs: dict[str, Tensor], targets: Tensor) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize("kind", TARGETS)
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [*(("llama", kind) for kind in TARGETS), pytest.param("gpt2", "classes", marks=pytest.mark.slow)],
+)
 def test_stages_are_the_model(family: str, kind: str) -> None:
     num_labels, targets = TARGETS[kind]
     theirs = classifier(family, num_labels)

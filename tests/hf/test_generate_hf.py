@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from rounding import rounding
-from tiny import FAMILIES, tiny
+from tiny import tiny
 from torch import Tensor
 
 from pipetrain.models.hf.hf_spec import layers_of
@@ -18,10 +18,14 @@ from pipetrain.stage.past import Past, run_cached
 
 ONE = [[3, 4, 5, 6, 7]]
 SEVERAL = [[3, 4, 5, 6, 7], [7, 8], [9, 10, 11, 12, 13, 14, 15, 16, 4, 5, 6, 7]]
-NUM_TOKENS = 200
+SEVERAL_SMALL = [[token % 58 + 3 for token in row] for row in SEVERAL]
+NUM_TOKENS = 80
 CPU = torch.device("cpu")
-QUICK = (("gemma3_text", SEVERAL),)
 TESTED = ("llama", "gpt2", "gemma3_text", "mixtral")
+# Others with caches or positions of their own kind.
+OTHERS = (
+    "mistral", "gemma2", "cohere2", "gpt_neox", "deepseek_v3", "qwen3_next", "opt", "falcon", "bloom", "llama4_text"
+)  # fmt: skip
 
 
 def lively(family: str) -> Any:
@@ -68,7 +72,7 @@ def by_stages(
 
 
 def assert_close(logits: Tensor, wanted: Tensor) -> None:
-    """But for the order of sums: over the 48 numbers between the halves of an MLP, in each of four layers, or over a text of about 200 tokens."""
+    """But for the order of sums: over the 48 numbers between the halves of an MLP, in each of four layers, or over a text of about 100 tokens."""
     within = rounding(torch.float32, terms=4 * 48) * float(wanted.std())
     torch.testing.assert_close(logits, wanted, atol=within, rtol=0)
 
@@ -81,21 +85,12 @@ def check_same(ours: tuple[list[Tensor], list[Tensor]], theirs: tuple[Tensor, li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "prompts"),
-    [
-        pytest.param(
-            family, prompts, id=f"{family}-{len(prompts)}", marks=[] if (family, prompts) in QUICK else pytest.mark.slow
-        )
-        for family in TESTED
-        for prompts in (ONE, SEVERAL)
-    ],
-)
+@pytest.mark.parametrize(("family", "prompts"), [("llama", ONE), ("mixtral", SEVERAL)])
 def test_three_stages_on_one_rank(family: str, prompts: list[list[int]]) -> None:
     model = lively(family)
     theirs = by_transformers(model, prompts, NUM_TOKENS)
     ours = by_stages(layers_of(model, 0, 6), prompts, NUM_TOKENS, stages_per_rank=3)
-    check_same(ours, theirs, distinct=50)
+    check_same(ours, theirs, distinct=NUM_TOKENS // 4)
 
 
 @pytest.mark.parametrize("family", TESTED)
@@ -121,16 +116,12 @@ def test_a_later_stage_has_no_layer_0(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(TESTED)))
-def test_every_other_family(family: str) -> None:
-    attention = {"attn_implementation": "eager"} if family == "bloom" else {}
-    model = tiny(family, **attention).eval()
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families(family: str) -> None:
+    model = tiny(family).eval()
     model.generation_config.eos_token_id = None
-    theirs = by_transformers(model, SEVERAL_SMALL, 30)
-    check_same(by_stages(layers_of(model, 0, 6), SEVERAL_SMALL, 30, stages_per_rank=2), theirs, distinct=1)
-
-
-SEVERAL_SMALL = [[token % 58 + 3 for token in row] for row in SEVERAL]
+    theirs = by_transformers(model, SEVERAL_SMALL, 20)
+    check_same(by_stages(layers_of(model, 0, 6), SEVERAL_SMALL, 20, stages_per_rank=2), theirs, distinct=1)
 
 
 def _on_ranks(families: list[str]) -> list[tuple[list[Tensor], list[Tensor]]]:
@@ -147,12 +138,12 @@ def _layer(model: Any, number: int) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "families"), [(2, ["gemma3_text"]), (3, list(TESTED))])
-def test_ranks_with_layers_of_their_own(num_ranks: int, families: list[str]) -> None:
+def test_ranks_with_layers_of_their_own() -> None:
     """A later rank has no layer 0, of which transformers' cache reads how many tokens came before."""
-    outcomes = run_ranks(num_ranks, _on_ranks, families)
+    families = ["gpt2", "gemma3_text"]
+    outcomes = run_ranks(3, _on_ranks, families)
     for number, family in enumerate(families):
         theirs = by_transformers(lively(family), SEVERAL, NUM_TOKENS)
         made = [outcome[number] for outcome in outcomes]
-        check_same((made[0][0], made[-1][1]), theirs, distinct=50)
+        check_same((made[0][0], made[-1][1]), theirs, distinct=NUM_TOKENS // 4)
         assert all(torch.equal(own, other) for tokens, _ in made for own, other in zip(tokens, made[0][0]))

@@ -20,6 +20,7 @@ from pipetrain.models.hf import frame
 from pipetrain.models.hf.batch_check import BatchCheck, what_mixes_documents
 from pipetrain.models.hf.hf_spec import hf_spec, layers_of, spec_of_hf
 from pipetrain.models.hf.parts import model_parts
+from pipetrain.models.spec import ModelSpec
 
 LENGTHS = (5, 4, 3)  # of the documents in a sample of 12 tokens
 # Layers with a state that runs along the sequence; masks that the family makes without positions.
@@ -53,25 +54,28 @@ def test_a_packed_document_is_as_if_alone(family: str) -> None:
             start += length
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MIXING])
-def test_who_keeps_packed_documents_apart(family: str) -> None:
-    """As said of the family, and as its logits show: those of the second document with another first one."""
-    spec = spec_of_hf(tiny(family).eval())
-    assert spec.take_batch is not None
+def logits_of_the_second_document(spec: ModelSpec) -> list[Tensor]:
+    """After one first document, and after another."""
     inputs = packed(1)
-    if family in REFUSED:
-        with pytest.raises(ValueError, match=rf"see each other: {CARRIES}; .* \(data.layout=padded\)"):
-            spec.take_batch(inputs, None)
-    else:
-        spec.take_batch(inputs, None)
     other = {**inputs, "input_ids": inputs["input_ids"].clone()}
     other["input_ids"][:, :5] = token_ids(1, 5, seed=77)
     layers = spec.build(0, spec.num_layers)
-    logits = [_through(layers, batch)[:, 5:] for batch in (inputs, other)]
+    return [_through(layers, batch)[:, 5:] for batch in (inputs, other)]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXING])
+def test_who_keeps_packed_documents_apart(family: str) -> None:
+    """As said of the family, and as its logits show."""
+    spec = spec_of_hf(tiny(family).eval())
+    assert spec.take_batch is not None
+    first, second = logits_of_the_second_document(spec)
     if family in REFUSED:
-        assert (logits[0] - logits[1]).abs().max() > 1e-3
+        with pytest.raises(ValueError, match=rf"see each other: {CARRIES}; .* \(data.layout=padded\)"):
+            spec.take_batch(packed(1), None)
+        assert (first - second).abs().max() > 1e-3
     else:
-        assert_close(logits[0], logits[1])
+        spec.take_batch(packed(1), None)
+        assert_close(first, second)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3", *REFUSED])
@@ -124,14 +128,6 @@ def test_positions_that_start_again_beside_a_mask_are_refused() -> None:
         "position_ids": torch.tensor([[1, 1, 0, 1]]),
     }
     take(left, None)  # padding in front, as generation has it
-
-
-def test_a_step_refuses_them_too() -> None:
-    inputs = {**packed(), "attention_mask": torch.ones(2, 12, dtype=torch.int64)}
-    with Pipeline(tiny("llama"), num_microbatches=2) as pipeline:
-        with pytest.raises(ValueError, match="beside an attention_mask"):
-            pipeline.step(inputs, token_ids(2, 12))
-        pipeline.step(packed(), token_ids(2, 12))  # the pipeline goes on
 
 
 def set_bytes(inputs: Any, length: int) -> list[int]:

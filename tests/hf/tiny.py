@@ -26,77 +26,65 @@ _SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_EAGER = {"attn_implementation": "eager"}
+_WIDE = {"head_dim": 8, "sliding_window": 8}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_SMALL_EXPERTS = {**_EXPERTS, "moe_intermediate_size": 24}
+_LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_SHARED_EXPERT = {**_SMALL_EXPERTS, "shared_expert_intermediate_size": 24}
+_ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_LATENT = {  # DeepSeek's attention
+    "num_key_value_heads": 4,
+    "n_group": 2,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    **_ROUTED,
+}
+_LINEAR = {
+    "head_dim": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_HYBRID = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 4}
+_OLD = {"num_key_value_heads": None, "intermediate_size": None}
+_BARE = {**_OLD, "max_position_embeddings": None}
+_MAMBA = {"state_size": 8, "num_attention_heads": None, **_BARE, **_EAGER}
+_LEARNED = {**_BARE, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_CONVOLVING = {"layer_types": ["conv", "full_attention"] * 2}
 # What differs from _SMALL, by the family's `model_type`. None takes a key away.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 8},
     "qwen2": {},
     "qwen3": {"head_dim": 8},
-    "gemma2": {"attn_implementation": "eager", "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
-    "gemma3_text": {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "layer_types": None},
+    "gemma2": {"query_pre_attn_scalar": 8, **_WIDE, **_EAGER},
+    "gemma3_text": {"query_pre_attn_scalar": 8, "layer_types": None, **_WIDE},
     "gpt_neox": {"num_key_value_heads": None},
     "phi3": {"attention_dropout": 0.0},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    "qwen3_moe": {"head_dim": 8, **_EXPERTS},
-    "gpt2": {
-        "num_key_value_heads": None,
-        "n_positions": 64,
-        "intermediate_size": None,
-        "max_position_embeddings": None,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-    },
+    "mixtral": {"sliding_window": None, **_LOCAL_EXPERTS},
+    "qwen3_moe": {"head_dim": 8, **_SMALL_EXPERTS},
+    "gpt2": _LEARNED,
     "olmo2": {},
     "glm4": {"head_dim": 8},
     "smollm3": {"sliding_window": None},
     "granite": {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
     "cohere2": {"sliding_window": 8},
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "n_group": 2,
-        "topk_group": 1,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "first_k_dense_replace": 1,
-        "num_mtp_layers": 0,
-    },
-    "qwen3_next": {
-        "head_dim": 8,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "shared_expert_intermediate_size": 24,
-        **_EXPERTS,
-    },
-    "opt": {
-        "num_key_value_heads": None,
-        "intermediate_size": None,
-        "ffn_dim": 48,
-        "word_embed_proj_dim": 24,
-        "dropout": 0.0,
-        "pad_token_id": 0,
-    },
-    "falcon": {
-        "num_key_value_heads": None,
-        "intermediate_size": None,
-        "alibi": False,
-        "new_decoder_architecture": False,
-    },
-    "bloom": {
-        "attn_implementation": "eager",
-        "num_key_value_heads": None,
-        "intermediate_size": None,
-        "max_position_embeddings": None,
-    },
+    "deepseek_v3": {"num_mtp_layers": 0, **_LATENT},
+    "qwen3_next": {**_LINEAR, **_SHARED_EXPERT},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 24, "dropout": 0.0, "pad_token_id": 0, **_OLD},
+    "falcon": {"alibi": False, "new_decoder_architecture": False, **_OLD},
+    "bloom": {**_BARE, **_EAGER},
     "llama4_text": {
         "head_dim": 8,
         "intermediate_size_mlp": 48,
@@ -105,24 +93,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 8,
     },
 }
-_HYBRID = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 4}
-_LINEAR = {
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
-_EAGER = {"attn_implementation": "eager"}
-_MAMBA = {
-    "state_size": 8,
-    "num_attention_heads": None,
-    "num_key_value_heads": None,
-    "intermediate_size": None,
-    "max_position_embeddings": None,
-    **_EAGER,
-}
-_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-_LEARNED = {"num_key_value_heads": None, "intermediate_size": None, "max_position_embeddings": None, "n_positions": 64}
 # Families that are the model in stages, too, in `make test-slow`.
 MORE: dict[str, dict[str, Any]] = {
     "apertus": {},
@@ -136,36 +106,12 @@ MORE: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
     },
     "bitnet": {},
-    "codegen": {"rotary_dim": 4, **_LEARNED, **_NO_DROPOUT, **_EAGER},
+    "codegen": {"rotary_dim": 4, **_LEARNED, **_EAGER},
     "cohere": {},
-    "deepseek_v2": {
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "n_group": 2,
-        "topk_group": 1,
-        "kv_lora_rank": 16,
-        "q_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "head_dim": 8,
-        "first_k_dense_replace": 1,
-    },
+    "deepseek_v2": {"head_dim": 8, **_LATENT},
     "diffllama": {},
     "doge": {"keep_window_size": 64},
-    "dots1": {
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "sliding_window": 8,
-        "layer_types": None,
-    },
+    "dots1": {"n_shared_experts": 1, "n_group": 1, "sliding_window": 8, "layer_types": None, **_ROUTED},
     "ernie4_5": {"head_dim": 8},
     "ernie4_5_moe": {
         "moe_num_experts": 4,
@@ -175,45 +121,33 @@ MORE: dict[str, dict[str, Any]] = {
         "moe_layer_start_index": 1,
     },
     "exaone4": {"sliding_window": 8, "sliding_window_pattern": 4},
-    "exaone_moe": {"sliding_window": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "exaone_moe": {"sliding_window": 8, **_SMALL_EXPERTS},
     "falcon_mamba": _MAMBA,
     "falcon_h1": {"head_dim": 8, "mamba_d_ssm": 64, **_HYBRID},
-    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "flex_olmo": _EXPERTS,
     "gemma": {"head_dim": 8},
     "gemma4_text": {  # without embeddings per layer, which stages cannot send
-        "head_dim": 8,
         "global_head_dim": 8,
-        "sliding_window": 8,
         "hidden_size_per_layer_input": 0,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
+        **_WIDE,
     },
     "glm": {"head_dim": 8},
-    "glm4_moe": {
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "head_dim": 8,
-    },
-    "gpt_bigcode": {**_LEARNED, **_NO_DROPOUT},
-    "gptj": {"rotary_dim": 4, **_LEARNED, **_NO_DROPOUT, **_EAGER},
-    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {"n_group": 1, "head_dim": 8, **_ROUTED},
+    "gpt_bigcode": _LEARNED,
+    "gptj": {"rotary_dim": 4, **_LEARNED, **_EAGER},
+    "granitemoe": _LOCAL_EXPERTS,
     "granitemoehybrid": {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
         "shared_intermediate_size": 24,
-        "layer_types": ["mamba", "attention", "mamba", "attention"],
+        "layer_types": ["mamba", "attention"] * 2,
+        **_LOCAL_EXPERTS,
         **_HYBRID,
     },
-    "granitemoeshared": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+    "granitemoeshared": {"shared_intermediate_size": 24, **_LOCAL_EXPERTS},
     "helium": {"head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
     "jamba": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
         "attn_layer_period": 2,
         "attn_layer_offset": 1,
         "expert_layer_period": 2,
@@ -221,45 +155,35 @@ MORE: dict[str, dict[str, Any]] = {
         "mamba_d_state": 8,
         "mamba_dt_rank": 4,
         "pad_token_id": 0,
-    },
-    "jetmoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8, "num_key_value_heads": 4},
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_multiple_of": 8},
-    "lfm2_moe": {
-        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
-        "num_dense_layers": 1,
         **_EXPERTS,
     },
+    "jetmoe": {"kv_channels": 8, "num_key_value_heads": 4, **_LOCAL_EXPERTS},
+    "lfm2": {"block_multiple_of": 8, **_CONVOLVING},
+    "lfm2_moe": {"num_dense_layers": 1, **_CONVOLVING, **_SMALL_EXPERTS},
     "mamba": _MAMBA,
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 4, **_MAMBA},
-    "minimax": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 4},
-    "minimax_m2": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "ministral": {"head_dim": 8, "sliding_window": 8},
+    "minimax": {"head_dim": 8, "block_size": 4, **_LOCAL_EXPERTS},
+    "minimax_m2": {"head_dim": 8, **_LOCAL_EXPERTS},
+    "ministral": _WIDE,
     "ministral3": {"head_dim": 8},
     "nemotron": {"head_dim": 8},
     "olmo3": {"sliding_window": 8},
     "olmo_hybrid": {},
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    "olmoe": {"num_key_value_heads": 4, **_EXPERTS},
     "persimmon": {"num_key_value_heads": None},
     "phi": {"num_key_value_heads": 4},
-    "qwen2_moe": {"shared_expert_intermediate_size": 24, **_EXPERTS},
-    "qwen3_5_moe_text": {"head_dim": 8, "shared_expert_intermediate_size": 24, **_LINEAR, **_EXPERTS},
-    "qwen3_5_text": {"head_dim": 8, **_LINEAR},
+    "qwen2_moe": _SHARED_EXPERT,
+    "qwen3_5_moe_text": {**_LINEAR, **_SHARED_EXPERT},
+    "qwen3_5_text": _LINEAR,
     "seed_oss": {"head_dim": 8, "attention_dropout": 0.0, "residual_dropout": 0.0},
     "stablelm": {},
     "starcoder2": {"sliding_window": 8, "residual_dropout": 0.0, "embedding_dropout": 0.0},
-    "vaultgemma": {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, **_EAGER},
+    "vaultgemma": {"query_pre_attn_scalar": 8, **_WIDE, **_EAGER},
 }
 # Families that packed documents are refused for, for reasons that no other family has.
 MIXING: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": 8, "pad_token_id": 0},
-    "gpt_oss": {
-        "attn_implementation": "eager",
-        "head_dim": 8,
-        "sliding_window": 8,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "layer_types": None,
-    },
+    "gpt_oss": {"layer_types": None, **_WIDE, **_LOCAL_EXPERTS, **_EAGER},
 }
 
 
