@@ -173,6 +173,23 @@ def test_usr1_saves_and_puts_back_and_the_run_goes_on_exactly(
     assert "\r" not in said
 
 
+def test_a_node_that_goes_down_costs_the_steps_since_the_last_snapshot(
+    cluster: Cluster, undisturbed: list[float], text: list[str], tmp_path: pathlib.Path
+) -> None:
+    run = tmp_path / "run"
+    job = submit(cluster, run, *text)
+    wait_for_steps(run, 20)
+    cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    wait_for_state(cluster, job, "PENDING", seconds=60)
+    wait_for(lambda: not processes_of(run), 60, "processes are left")
+    if "down" in cluster.run("sinfo", "--noheader", "--nodes=n2", "--format=%t"):  # else it has come back by itself
+        cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME")
+    start_at_once(cluster, job)
+    assert wait_for_the_end(cluster, job, run) == "COMPLETED 0:0", log(run)
+    assert losses(run) == undisturbed
+    assert "going on from" in log(run)
+
+
 def test_replicas_go_on_on_the_node_that_is_left(cluster: Cluster, text: list[str], tmp_path: pathlib.Path) -> None:
     """A node that does not come back takes a replica with it; the batches stay the same, and so do the losses."""
     (tmp_path / "here").mkdir()
