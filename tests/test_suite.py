@@ -97,7 +97,7 @@ import os, pathlib, subprocess, sys, tempfile
 
 def test_leaves():
     tempfile.mkstemp(prefix="forgotten-")
-    Path(f"/dev/shm/torch_forgotten_{os.getpid()}").touch()
+    pathlib.Path(f"/dev/shm/torch_forgotten_{os.getpid()}").touch()
     code = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print('listens', flush=True); time.sleep(60)"
     left = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert left.stdout.readline()

@@ -1,18 +1,28 @@
-"""Who else is on the machine: what they find open there, and what they send to it."""
+"""Who else is on the machine: what they find open there, and what they send to it.
+
+`python strangers.py` is another user, who tries each line of stdin: a folder, a command, and ports.
+"""
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import json
 import os
+import pathlib
 import pickle
 import socket
 import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
 from commands import children_of, links_of, listening
 from torch.distributed import TCPStore
 
+NOBODY = 65534  # a user and a group of every Linux
 _ANSWER_SECONDS = 2.0
 
 
@@ -73,3 +83,38 @@ def disturb(port: int, at: int) -> bool:
         except OSError:
             return False
     return True
+
+
+@contextlib.contextmanager
+def another_user() -> Iterator[Callable[[pathlib.Path, str, set[int]], tuple[int, bool]]]:
+    """Tries as `NOBODY` to forge (see `forge`) at ports, and to look into a folder; returns how many keys and whether it could. Needs root."""
+    where = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, __file__], **pipes, text=True, env=where) as stranger:
+        assert stranger.stdin is not None
+        assert stranger.stdout is not None
+
+        def attack(folder: pathlib.Path, command: str, ports: set[int]) -> tuple[int, bool]:
+            print(json.dumps([str(folder), command, sorted(ports)]), file=stranger.stdin, flush=True)
+            num_keys, could_look = json.loads(stranger.stdout.readline())
+            return num_keys, could_look
+
+        yield attack
+        stranger.stdin.close()
+
+
+def _be_another_user() -> None:
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    for line in sys.stdin:
+        folder, command, ports = json.loads(line)
+        try:
+            could_look = bool(os.listdir(folder))
+        except (PermissionError, FileNotFoundError):  # closed to others, or gone with the run
+            could_look = False
+        print(json.dumps([sum(forge(port, command) for port in ports), could_look]), flush=True)
+
+
+if __name__ == "__main__":
+    _be_another_user()

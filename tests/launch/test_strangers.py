@@ -12,7 +12,7 @@ from commands import PIPETRAIN, begin, children_of, end, free_port, is_alive, wa
 from ranks import PATIENCE_SECONDS
 from resumed import metrics_of, num_steps_of
 from small_text import make_text
-from strangers import disturb, forge, num_descriptors, ports_of, run_of
+from strangers import another_user, disturb, forge, num_descriptors, ports_of, run_of
 
 from pipetrain.launcher.nodes import read_key
 from pipetrain.launcher.outcome import hold, own_folder
@@ -39,6 +39,28 @@ def files() -> Iterator[pathlib.Path]:
     """For temporary files, at a short path: those of sockets cannot be long."""
     with tempfile.TemporaryDirectory() as folder:
         yield pathlib.Path(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+def test_another_user_finds_no_way_in(tmp_path: pathlib.Path, files: pathlib.Path) -> None:
+    """Neither a store that answers nor the folder with the file at which ranks meet; a folder that is open is found."""
+    tmp_path.chmod(0o711)
+    files.chmod(0o711)
+    (files / "open").mkdir(mode=0o755)
+    (files / "open" / "file").touch()
+    found = []
+    process = begin(tmp_path, [*RUN, "run_dir=run", *make_text(tmp_path / "text"), "steps=150"], TMPDIR=str(files))
+    with another_user() as attack:
+        while process.poll() is None:
+            folder = next(files.glob("pipetrain-run-*"), files / "open")
+            found.append((folder.name, *attack(folder, f"touch {tmp_path}/executed", ports_of(run_of(process.pid)))))
+    code, stderr = end(process)
+    assert code == 0, stderr
+    assert not (tmp_path / "executed").exists()
+    assert {result[1:] for result in found if result[0] == "open"} == {(0, True)}
+    assert {result[1:] for result in found if result[0] != "open"} == {(0, False)}
 
 
 @pytest.mark.slow
