@@ -70,23 +70,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     num_turns = config.getoption("--turns")
     slow = [item for item in items if item.get_closest_marker("slow")]
     paths = {item: os.path.relpath(item.path, ROOT) for item in slow}
-    chosen = slow if num_turns == 1 else _with_a_turn(config, slow, paths, num_turns)
-    order = long_first([paths[item] for item in chosen], int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-    items[:] = [item for item in items if item not in paths] + [chosen[index] for index in order]
+    due, changed = (slow, []) if num_turns == 1 else _with_a_turn(config, slow, paths, num_turns)
+    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    parts = [long_first([paths[item] for item in some], num_workers) for some in (due, changed)]
+    items[:] = [item for item in items if item not in paths]
+    for first, then in zip(*parts):
+        items += [due[index] for index in first] + [changed[index] for index in then]
 
 
 def _with_a_turn(
     config: pytest.Config, slow: list[pytest.Item], paths: dict[pytest.Item, str], num_turns: int
-) -> list[pytest.Item]:
+) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """The slow tests that are due in this turn, and others of changed files."""
     files = changed_files()
     always = {item: None for item in slow if always_runs(paths[item], files)}
     due = [*always, *in_turn([item for item in slow if item not in always], num_turns, this_turn())]
     changed = [item for item in slow if paths[item] in files and item not in set(due)]
     for item in changed:
         item.stash[_in_time] = True
-    chosen = due + changed
-    config.hook.pytest_deselected(items=[item for item in slow if item not in set(chosen)])
-    return chosen
+    config.hook.pytest_deselected(items=[item for item in slow if item not in {*due, *changed}])
+    return due, changed
 
 
 def pytest_collection_finish() -> None:

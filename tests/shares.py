@@ -38,21 +38,23 @@ def in_turn(rows: Sequence[Row], num_turns: int, turn: int) -> list[Row]:
     return list(rows[turn % num_turns :: num_turns])
 
 
-def long_first(paths: Sequence[str], num_workers: int) -> list[int]:
-    """The order in which slow tests begin, as indices of `paths`, the files that they are in: those of whole runs (LONG) first.
+def long_first(paths: Sequence[str], num_workers: int) -> list[list[int]]:
+    """A part of some slow tests for each worker, as indices of `paths`, the files that they are in: those of whole runs (LONG) first.
 
-    xdist gives each of `num_workers` workers a part of the list, all of one length, and an idle one takes from the end of another's part. So each
-    part begins with long tests, and short ones are left to fill the end of the run. Tests of one long file stay together: they share runs.
+    xdist cuts its list into parts of one length, one per worker, and an idle worker takes from the end of another's part. So each part begins
+    with long tests, and short ones are left to fill the end of the run. Tests of one long file stay together: they share runs.
     """
     files = list(dict.fromkeys(path for path in paths if path.startswith(LONG)))
     short = [index for index, path in enumerate(paths) if not path.startswith(LONG)]
-    order: list[int] = []
+    parts: list[list[int]] = []
     for worker in range(num_workers):
         theirs = set(files[worker::num_workers])
-        order += [index for index, path in enumerate(paths) if path in theirs]
-        end = len(paths) * (worker + 1) // num_workers
-        order += [short.pop(0) for _ in range(min(max(end - len(order), 0), len(short)))]
-    return order + short
+        part = [index for index, path in enumerate(paths) if path in theirs]
+        end = len(paths) * (worker + 1) // num_workers - sum(map(len, parts))
+        part += [short.pop(0) for _ in range(min(max(end - len(part), 0), len(short)))]
+        parts.append(part)
+    parts[-1] += short
+    return parts
 
 
 def always_runs(path: str, changed: Set[str]) -> bool:

@@ -52,12 +52,9 @@ def test_long_tests_begin_first_in_each_worker() -> None:
         "tests/train/test_c.py",
         "tests/zoo/test_d.py",
     ]
-    order = long_first(paths, 2)
-    assert sorted(order) == list(range(len(paths)))
-    assert order[:2] == [0, 1]
-    assert order[len(paths) // 2] == 8
-    assert long_first(paths, 1) == [0, 1, 8, *range(2, 8), 9]
-    assert long_first([], 3) == []
+    assert long_first(paths, 2) == [[0, 1, 2, 3, 4], [8, 5, 6, 7, 9]]
+    assert long_first(paths, 1) == [[0, 1, 8, *range(2, 8), 9]]
+    assert long_first([], 2) == [[], []]
 
 
 @pytest.mark.parametrize(
