@@ -20,7 +20,7 @@ os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
 NEEDS_ROOT = "PIPETRAIN_NEEDS_ROOT"
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 _watch = pytest.StashKey[Watch]()
-_in_time = pytest.StashKey[bool]()
+_in_time = pytest.StashKey[bool]()  # True: begun only within --seconds; False: it was too late
 _left = pytest.StashKey[list[str]]()
 _STARTED = time.monotonic()
 
@@ -106,6 +106,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """
     seconds = item.config.getoption("--seconds")
     if item.stash.get(_in_time, False) and seconds is not None and time.monotonic() - _STARTED > seconds:
+        item.stash[_in_time] = False
         pytest.skip(f"not begun in {seconds:g} s; `make test-slow` tries all")
     gc.collect()
     gc.freeze()
@@ -113,9 +114,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test marked `root` that is skipped fails where NEEDS_ROOT is set."""
+    """A test marked `root` that is skipped fails where NEEDS_ROOT is set, but for one that was too late to begin."""
     report = yield
-    if report.skipped and os.environ.get(NEEDS_ROOT) and item.get_closest_marker("root"):
+    is_late = not item.stash.get(_in_time, True)
+    if report.skipped and not is_late and os.environ.get(NEEDS_ROOT) and item.get_closest_marker("root"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome, report.longrepr = "failed", f"{NEEDS_ROOT} is set: {reason}"
     return report

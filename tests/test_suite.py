@@ -36,6 +36,23 @@ def test_where_rights_are_promised_a_test_that_needs_them_is_not_left_out(
     assert ("a disk of its own needs root" in said) == bool(promised)
 
 
+LATE = """
+import conftest
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.stash[conftest._in_time] = True
+"""
+
+
+def test_a_test_of_a_changed_file_that_is_too_late_is_skipped_though_it_needs_rights(tmp_path: Path) -> None:
+    (tmp_path / "test_skipped.py").write_text(SKIPPED)
+    (tmp_path / "late.py").write_text(LATE)
+    said = pytest_in(tmp_path, "-rs", "-p", "late", "--seconds=0", PIPETRAIN_NEEDS_ROOT="1")
+    assert "2 skipped" in said.splitlines()[-1], said
+    assert "not begun in 0 s" in said
+
+
 @pytest.mark.parametrize("num_turns", [1, 3, 8])
 def test_commits_in_a_row_try_all_rows(num_turns: int) -> None:
     rows = list(range(20))
