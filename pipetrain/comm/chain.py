@@ -70,20 +70,14 @@ class Chain:
 
         Raises PipelineError: the rank before called something else, is gone, or did not come within the time-out.
         """
-        value = hand_on(None if self._before is None else self._before.receive(what))
-        if self._after is not None:
-            self._after.send(value, what)
-        return value
+        return _pass_on(self._before, self._after, hand_on, what)
 
     def up(self, hand_on: HandOn, what: str) -> bytes:
         """From the last rank to rank 0. Returns what this rank handed on.
 
         Raises PipelineError: the rank after called something else, is gone, or did not come within the time-out.
         """
-        value = hand_on(None if self._after is None else self._after.receive(what))
-        if self._before is not None:
-            self._before.send(value, what)
-        return value
+        return _pass_on(self._after, self._before, hand_on, what)
 
     def broadcast(self, value: bytes, root: int, what: str) -> bytes:
         """The `value` of rank `root` on every rank: one way where it is an end of the chain, else up and down."""
@@ -264,6 +258,13 @@ class Neighbour:
 
     def abort(self) -> None:
         break_off(self._pair, self._other)
+
+
+def _pass_on(source: Neighbour | None, target: Neighbour | None, hand_on: HandOn, what: str) -> bytes:
+    value = hand_on(None if source is None else source.receive(what))
+    if target is not None:
+        target.send(value, what)
+    return value
 
 
 def _bundle(parts: list[bytes]) -> bytes:

@@ -317,9 +317,7 @@ def _weights_of(headers: Sequence[Mapping[str, Any]]) -> tuple[list[list[float]]
 def _first_problem(headers: Sequence[Mapping[str, Any]]) -> str | None:
     """The error of the first replica that has one: in its inputs, else in its counted targets, else in parameters that its stages share."""
     for replica, header in enumerate(headers):
-        problem: str | None = header["error"]
-        if problem is None and header.get("target_rows") not in (None, header["rows"]):
-            problem = rows_fault(header["target_rows"], header["rows"])
+        problem: str | None = header["error"] or rows_fault(header.get("target_rows"), header["rows"])
         problem = problem or header.get("target_error") or header.get("copies_error")
         if problem:
             return problem if len(headers) == 1 else f"{problem} (in replica {replica})"

@@ -120,7 +120,7 @@ class Pipeline(StageWeights):
         checks_loss = loss_fn is not None or spec.count_fn is None  # the count_fn of a ModelSpec fits its loss
         if loss_fn is None:
             loss_fn, count_fn = spec.loss_fn, count_fn or spec.count_fn
-        self.step_index, self._training, self._closed, self.beside = 0, True, False, []
+        self.step_index, self._training, self.beside = 0, True, []
         self._take_batch, self._on_event, self._on_call = spec.take_batch, on_event, on_call
         self._unseen: deque[Recording] = deque()  # steps whose events were not given to on_event yet
         of_plan: dict[str, Any] = {}
@@ -461,9 +461,9 @@ class Pipeline(StageWeights):
 
     def close(self) -> None:
         """End the threads and connections, and torch.distributed if this pipeline initialised it."""
-        if self._closed:
+        if self._runner.is_closed:
             return
-        self._closed = True
+        self._runner.is_closed = True
         if self._group.monitor.failure is None:
             for one in self.beside:
                 one.wait()

@@ -59,7 +59,7 @@ class CallRunner:
         loss_reduction: str,
         checks_loss: bool,
     ) -> None:
-        self._parts, self._device, self._is_closed = parts, parts.lanes.device, False
+        self._parts, self._device, self.is_closed = parts, parts.lanes.device, False
         self._group = group = parts.group
         self._count_fn, self._loss_reduction = count_fn, loss_reduction
         self._skips = Skips(parts.known_layers, parts.loss_fn, plan, parts.place)
@@ -114,7 +114,7 @@ class CallRunner:
         the inputs, or no parameter to train. PipelineError: another rank failed. Also raises what an op of this rank raises.
         """
         self.check_usable()
-        if step.with_graph and (step.scale != 1.0 or not torch.is_grad_enabled()):
+        if step.with_graph:
             mistake = mistake_in_step(step.scale) or mistake
         count = None
         if self._count_fn is not None and step.with_loss:
@@ -137,7 +137,7 @@ class CallRunner:
 
     def check_usable(self) -> None:
         """Raise PipelineError if the pipeline is closed, or failed before, here or on another rank."""
-        if self._is_closed:
+        if self.is_closed:
             raise PipelineError("the pipeline is closed")
         if self._group.monitor.failure is not None:
             raise PipelineError(f"the pipeline failed before and cannot go on: {self._group.monitor.failure}")
@@ -165,8 +165,7 @@ class CallRunner:
 
     def generate(self, request: Request, choose: Choose | None, on_token: OnToken | None) -> list[Tensor]:
         """Return the new tokens of each prompt of a `request` on which all ranks have agreed. Collective."""
-        modules = modules_below(self._parts.layers.values())
-        self._parts.meter.exclude([*tensors_below(modules, PARAMETERS), *tensors_below(modules, BUFFERS)])
+        self._exclude_weights()
         program = self._programs.inference(1)
         with self.failing_together():
             try:
@@ -189,8 +188,8 @@ class CallRunner:
             if self._parts.loss_fn is None:
                 raise ValueError("this Pipeline has no loss_fn, which step and evaluate need")
             rows = checked_rows(targets, "targets", with_graph=step.with_graph, rows_of_inputs=call.rows)
-            if rows not in (None, call.rows):
-                raise ValueError(rows_fault(rows, call.rows))
+            if fault := rows_fault(rows, call.rows):
+                raise ValueError(fault)
             step.targets = slices(targets, m, here)
             step.shares = shares_of_rows(call.rows, m) if call.weights is None else call.weights
             is_sum = self._loss_reduction == SUM
@@ -200,8 +199,7 @@ class CallRunner:
             raise ValueError("nothing in the model needs a gradient: no parameter has requires_grad=True")
 
     def _execute(self, call: Call, step: Step) -> None:
-        modules = modules_below(self._parts.layers.values())
-        self._parts.meter.exclude([*tensors_below(modules, PARAMETERS), *tensors_below(modules, BUFFERS)])
+        self._exclude_weights()
         if step.with_graph:
             self._parts.meter.start_step()
             program = self._programs.training(call.first_backward)
@@ -224,35 +222,38 @@ class CallRunner:
         if program.reduces:
             self._shared_gradients.finish(self._parts.fetch)
 
+    def _exclude_weights(self) -> None:
+        modules = modules_below(self._parts.layers.values())
+        self._parts.meter.exclude([*tensors_below(modules, PARAMETERS), *tensors_below(modules, BUFFERS)])
+
     def loss_of(self, step: Step) -> Tensor:
         """Return the sum of the losses of all microbatches of all replicas, in order, 0-dim on every rank's host. Collective. Raises
         LossNotFinite: the loss of a microbatch is not finite."""
         group, root, told = self._group, self._plan.stage_ranks[-1], b""
         what = f"the loss of step {step.index + 1}"
         if group.chain.rank == root:
-            dtype, values = (
-                None,
-                list[tuple[int, float]](),
-            )  # of this replica's losses; none if all its microbatches are idle
-            if step.outputs:
-                numbers, losses = zip(*sorted(step.outputs.items()))
-                dtype = str(losses[0].dtype).removeprefix("torch.")
-                # One float64 tensor, which holds any dtype exactly, brings all of them to the host at once.
-                stacked = torch.stack([loss.to(losses[0].device).double() for loss in losses])
-                values = [
-                    (step.first_microbatch + number, loss)
-                    for number, loss in zip(numbers, self._parts.fetch(stacked, "the loss of the step").tolist())
-                ]
-            own = json.dumps((dtype, values)).encode()
+            own = json.dumps(self._own_losses(step)).encode()
             told = json.dumps(_sum_of(map(json.loads, group.replicas.concatenate(own, what)))).encode()
         total, dtype, bad = json.loads(group.chain.broadcast(told, root, what))
         if bad is not None:
             raise LossNotFinite(step.index, bad, total)
         return torch.tensor(total, dtype=getattr(torch, dtype))
 
+    def _own_losses(self, step: Step) -> tuple[str | None, list[tuple[int, float]]]:
+        """Return the dtype of this replica's losses, and the number and value of each. One float64 tensor, which holds any dtype exactly,
+        brings all of them to the host at once."""
+        if not step.outputs:  # all microbatches of this replica are idle
+            return None, []
+        numbers, losses, ordered = list[int](), list[Tensor](), sorted(step.outputs.items())
+        first = ordered[0][1]
+        for number, loss in ordered:
+            numbers.append(step.first_microbatch + number)
+            losses.append(loss.to(first.device).double())
+        values = self._parts.fetch(torch.stack(losses), "the loss of the step").tolist()
+        return str(first.dtype).removeprefix("torch."), list(zip(numbers, values))
+
     def close(self) -> None:
         """End the threads and connections between stages."""
-        self._is_closed = True
         if self._watchdog is not None:
             self._watchdog.close()
         if self.executor.copies is not None:
@@ -276,8 +277,8 @@ def mistake_in_step(scale: Any) -> str | None:
 
 
 def _sum_of(replicas: Iterable[tuple[str | None, list[tuple[int, float]]]]) -> tuple[float, str, int | None]:
-    """Return, from the dtype and the numbered losses of each replica, the sum in the losses' own dtype, that dtype, and the first microbatch
-    whose loss is not finite."""
+    """Return, from the `_own_losses` of all replicas, the sum in the losses' own dtype, that dtype, and the first microbatch whose loss is
+    not finite."""
     dtype, values, bad = "", list[float](), None
     for of_replica, losses in replicas:
         dtype = dtype or of_replica or ""

@@ -315,8 +315,8 @@ MUTANTS = (
     Mutant(
         "whether losses are finite is asked one by one",
         "pipetrain/runtime/runner.py",
-        'self._parts.fetch(stacked, "the loss of the step").tolist()',
-        '[self._parts.fetch(loss, "the loss of the step").item() for loss in losses]',
+        '        values = self._parts.fetch(torch.stack(losses), "the loss of the step").tolist()',
+        '        values = [self._parts.fetch(loss, "the loss of the step").item() for loss in losses]',
         ("tests/virtual_gpu/test_host_waits.py",),
     ),
     Mutant(

@@ -177,6 +177,7 @@ BATCHES: dict[str, tuple[Callable[[Pipeline], Any], str]] = {
     "inference": (lambda pipeline: pipeline.step(made_there(), Y), r"inputs was made under torch.inference_mode\(\), .* give its .clone\(\)"),
     "scale": (lambda pipeline: pipeline.step(*GOOD, scale=math.nan), r"step was given scale=nan: a finite number other than 0"),
     "no scale": (lambda pipeline: pipeline.step(*GOOD, scale=0), r"step was given scale=0: a finite number other than 0"),
+    "scale that is a bool": (lambda pipeline: pipeline.step(*GOOD, scale=True), r"step was given scale=True: a finite number other than 0"),
     "scale in a tensor": (lambda pipeline: pipeline.step(*GOOD, scale=torch.tensor(2.0)), r"step was given scale=tensor\(2.\): a finite number"),
     "no_grad": (lambda pipeline: torch.no_grad()(pipeline.step)(*GOOD), r"step was called under torch.no_grad\(\), where no gradients are made"),
     "inference_mode": (lambda pipeline: torch.inference_mode()(pipeline.step)(*GOOD), r"step was called under torch.inference_mode\(\), where no gradients are made"),

@@ -11,6 +11,7 @@ from pipetrain.config.load import load_config
 from pipetrain.config.records import RunConfig
 from pipetrain.config.together import check_run
 from pipetrain.data.batch import Batch
+from pipetrain.data.dataset import make_data
 from pipetrain.engine.available import check_engine
 from pipetrain.engine.engine import Engine, make_engine
 from pipetrain.models.spec import make_spec
@@ -20,9 +21,14 @@ from pipetrain.trainer.prepare import prepare
 VOCABULARY = 32
 CPU = torch.device("cpu")
 TINY = [
-    "experiment=smoke", "pipeline=1f1b", "steps=20", "model.num_hidden_layers=3", "pipeline.balance=[1,4]",
-    "data.sequence_length=16", "optim.warmup_steps=2",
-]  # fmt: skip
+    "experiment=smoke",
+    "pipeline=1f1b",
+    "steps=20",
+    "model.num_hidden_layers=3",
+    "pipeline.balance=[1,4]",
+    "data.sequence_length=16",
+    "optim.warmup_steps=2",
+]
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,18 @@ def train(config: RunConfig) -> Run:
 
 def train_all(configs: list[RunConfig]) -> list[Run]:
     return [train(config) for config in configs]
+
+
+def train_on_data(configs: list[RunConfig]) -> list[Run]:
+    """All steps on the data of the configurations, without an evaluation."""
+    runs = []
+    for config in configs:
+        data = make_data(config.data, config.seed)
+        engine = engine_of(config, data.vocabulary_size)
+        results = [engine.step(step, data.train.batch(step - 1), accept) for step in range(1, config.steps + 1)]
+        runs.append(Run([r.loss for r in results], [r.grad_norm for r in results], None, None))
+        engine.close()
+    return runs
 
 
 def snapshot_of(engine: Engine) -> dict[Part, Tensors]:

@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 from commands import PIPETRAIN, children_of, complete, end, wait_until
-from deepspeed_runs import Run, config_of, interrupted_all, train_all
+from deepspeed_runs import Run, config_of, interrupted_all, train_all, train_on_data
 from ranks import NEVER_SECONDS, run_ranks
 from resumed import num_steps_of, start
 from small_text import make_text
@@ -19,6 +19,7 @@ from pipetrain.data.batch import Batch
 from pipetrain.engine.deepspeed.engine_deepspeed import DeepSpeedEngine
 from pipetrain.models.spec import spec_of
 
+CASES = [(0, "inline"), (1, "never")]
 OPTIONS = ["pipeline=1f1b", "recompute=inline", "engine=deepspeed"]
 
 
@@ -35,8 +36,7 @@ def test_numbers_are_those_of_the_native_engine() -> None:
     """Also with dropout, whose masks come from the same seeds; the last stage recomputes where it is told to."""
     configs = [
         config_of("recompute=never"),
-        config_of(*options_of(0, "inline")),
-        config_of(*options_of(1, "never")),
+        *(config_of(*options_of(*case)) for case in CASES),
         config_of("recompute=never", "model.dropout=0.1"),
         config_of(*options_of(1, "inline"), "model.dropout=0.1", "recompute.last_stage=always"),
     ]
@@ -105,6 +105,17 @@ def test_a_run_leaves_what_a_run_leaves(tmp_path: pathlib.Path, capsys: pytest.C
     assert main(["report", str(run)]) == 0
     assert "| recompute hidden      |      - |      - |" in capsys.readouterr().out
     assert main(["generate", str(run), "--prompt=the ", "--tokens=5", "--ranks=1"]) == 0
+
+
+@pytest.mark.slow
+def test_the_quickstart_over_20_steps() -> None:
+    tiny = ("data.sequence_length=256", "pipeline.balance=auto", "optim.warmup_steps=20")
+    quickstart = ("experiment=quickstart", "model.num_hidden_layers=4", "model.hidden_size=128", *tiny)
+    configs = [config_of(*quickstart, "recompute=never")]
+    configs += [config_of(*quickstart, *options_of(*case)) for case in CASES]
+    native, *runs = run_ranks(2, train_on_data, configs)[0]
+    for run in runs:
+        assert_same(run, native, 1e-3)
 
 
 @pytest.mark.slow
